@@ -1,0 +1,40 @@
+"""Small shared maths."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """x * rsqrt(mean(x^2) + eps) * weight in float32, cast back. An all-zero row stays zero: rsqrt(1e-20) is 1e10."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def linear(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "*B O"]:
+    """x w over one axis, accumulated in float32 and cast to x's dtype. Several output axes stay apart."""
+    return contract(x, w).astype(x.dtype)
+
+
+def linear32(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "*B O"]:
+    """x w with float32 operands at the highest precision: a TPU or GPU would otherwise round them (float32 result)."""
+    return contract(x.astype(jnp.float32), w.astype(jnp.float32), HIGHEST)
+
+
+def contract(x: Array, w: Array, precision: jax.lax.Precision | None = None) -> Array:
+    """Contract the last axis of x with the first of w; float32 result."""
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def swiglu(gate: Float[Array, "*B F"], up: Float[Array, "*B F"], limit: float) -> Float[Array, "*B F"]:
+    """silu(gate) * up in float32, gate clipped above and up on both sides at `limit`; 0 or less clips nothing."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit > 0:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
