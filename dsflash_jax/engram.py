@@ -1,0 +1,142 @@
+"""N-gram memory: hashed rows of large tables, gated into the residual copies before a layer.
+
+Hashing needs 64-bit products (up to 8.2e18), so it runs on the host in NumPy; the model sees row numbers, which fit
+int32. Source: architecture section 10.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dsflash_jax.config import Config
+from dsflash_jax.ops import linear
+from dsflash_jax.params import Init, Weight, Weights, norm, normal
+
+SEED_STRIDE = 10007  # multipliers of layer l come from generator seed 10007 * l
+MIN_DOT = 1e-6  # floor under the square root of the gate
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Hash functions of all tables; every array int64."""
+
+    primes: np.ndarray  # [tables, n-gram sizes, heads] rows of each hash head's table
+    offsets: np.ndarray  # [tables, N] first row of each head inside the layer's table
+    multipliers: np.ndarray  # [tables, longest n-gram] odd factors of the tokens, newest first
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
+
+
+def _primes(c: Config) -> np.ndarray:
+    used: set[int] = set()
+    out = []
+    for _ in c.engram_layer_ids:
+        for _ in range(c.engram_max_ngram_size - 1):  # the search restarts for every n-gram size, `used` does not
+            value = c.engram_vocab_size - 1
+            for _ in range(c.engram_n_heads):
+                value += 1
+                while value in used or not _is_prime(value):
+                    value += 1
+                used.add(value)
+                out.append(value)
+    shape = (len(c.engram_layer_ids), c.engram_max_ngram_size - 1, c.engram_n_heads)
+    return np.asarray(out, np.int64).reshape(shape)
+
+
+@functools.lru_cache(maxsize=8)
+def layout(c: Config) -> Layout:
+    """Primes, offsets and multipliers of a configuration. Raises if its row counts are not the sums of the primes."""
+    primes = _primes(c)
+    rows = tuple(int(n) for n in primes.sum(axis=(1, 2)))
+    if rows != c.engram_num_embeddings:
+        raise ValueError(
+            f"engram_num_embeddings={list(c.engram_num_embeddings)}, but the primes from engram_vocab_size="
+            f"{c.engram_vocab_size} with {c.engram_n_heads} heads and n-grams to {c.engram_max_ngram_size} sum to {list(rows)}"
+        )
+    flat = primes.reshape(len(rows), -1)
+    bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
+    draw = lambda layer: np.random.default_rng(SEED_STRIDE * layer).integers(0, bound, c.engram_max_ngram_size)  # noqa: E731
+    multipliers = np.stack([2 * draw(i).astype(np.int64) + 1 for i in c.engram_layer_ids])
+    return Layout(primes, np.cumsum(flat, axis=1) - flat, multipliers)
+
+
+def rows(
+    compressed: np.ndarray, positions: np.ndarray, at: Layout, pad: int, image: np.ndarray | None = None
+) -> np.ndarray:
+    """Table rows that each token reads, int32 [B,T,tables,N] with columns ordered 2-gram heads, 3-gram heads, ...
+
+    compressed: int64 [B,T] compressed ids; positions: [B,T], restarting at 0 where a document starts; pad: compressed
+    id of the pad token; image: bool [B,T], True inside image spans. The look-back of a token ends at its document's
+    start and at the first image token, its own included: everything from there on is pad.
+    """
+    b, t = compressed.shape
+    tables, sizes, heads = at.primes.shape
+    image = np.zeros((b, t), bool) if image is None else image
+    out = np.empty((b, t, tables, sizes, heads), np.int64)
+    alive = np.ones((b, t), bool)
+    mixed = np.zeros((b, t, tables), np.int64)
+    for back in range(sizes + 1):
+        shifted = lambda a: np.pad(a, ((0, 0), (back, 0)))[:, :t]  # noqa: B023, E731
+        alive &= (positions >= back) & ~shifted(image)
+        slot = np.where(alive, shifted(compressed), pad).astype(np.int64)
+        mixed ^= slot[:, :, None] * at.multipliers[:, back]
+        if back:
+            out[:, :, :, back - 1] = mixed[..., None] % at.primes[:, back - 1]
+    return (out.reshape(b, t, tables, -1) + at.offsets).astype(np.int32)
+
+
+def _value_last(std: float) -> Init:
+    """Key branches normal, value branch zero: the module starts as identity and still receives gradient."""
+
+    def init(key: Array, shape: tuple[int, ...], dtype: object) -> Array:
+        return normal(std)(key, shape, dtype).at[..., -1, :].set(0.0)
+
+    return init
+
+
+def weights(c: Config, table: int) -> dict[str, Weight]:
+    """Table, projection to one key a copy and one value, and the two weights of the gate's normalisation."""
+    d, m = c.hidden_size, c.hc_mult
+    width = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+    split = tuple(int(p) for p in layout(c).primes[table].reshape(-1))
+    scale = Weight((m, d), ("copies", "embed"), norm(1, "embed").init, "norm", float32=True, bare=True)
+    return {
+        "embed": Weight(
+            (c.engram_num_embeddings[table], c.engram_head_dim), ("ngram_rows", "ngram_dim"),
+            normal(c.initializer_range), "sinkhorn", split=split,
+        ),
+        "wkv": Weight(
+            (width, m + 1, d), ("ngram_in", "branch", "embed"), _value_last(c.initializer_range), matrix=(0, 2)
+        ),
+        "q_weight": scale,
+        "k_weight": scale,
+    }  # fmt: skip
+
+
+def apply(
+    w: Weights, x: Float[Array, "B T M D"], rows: Int[Array, "B T N"], image: Bool[Array, "B T"] | None, c: Config
+) -> Float[Array, "B T M D"]:
+    """x + gate * value: one value a token, one gate a copy from the match of the copy with its key (float32).
+
+    gate = sigmoid(sign(dot) sqrt(max(|dot|, 1e-6))), dot = the weighted product of copy and key, each normalised by
+    its own mean square, over sqrt(D). Image tokens keep their stream.
+    """
+    m, d = x.shape[2:]
+    read = w["embed"][rows].astype(x.dtype)  # [B, T, N, width]
+    kv = linear(read.reshape(*read.shape[:2], -1), w["wkv"]).astype(jnp.float32)  # [B, T, M + 1, D]
+    key, value, x32 = kv[:, :, :m], kv[:, :, m:], x.astype(jnp.float32)
+    scale = lambda a: jax.lax.rsqrt(jnp.mean(jnp.square(a), axis=-1) + c.rms_norm_eps)  # noqa: E731
+    weight = (w["q_weight"] * w["k_weight"])[None, None]
+    dot = jnp.sum(x32 * weight * key, axis=-1) * scale(x32) * scale(key) * d**-0.5  # [B, T, M]
+    gate = jax.nn.sigmoid(jnp.sign(dot) * jnp.sqrt(jnp.maximum(jnp.abs(dot), MIN_DOT)))
+    if image is not None:
+        gate = jnp.where(image[..., None], 0.0, gate)
+    return (x32 + gate[..., None] * value).astype(x.dtype)

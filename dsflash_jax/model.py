@@ -1,0 +1,392 @@
+"""The model: one layer function for every mode, the plan of scans over it, embedding, head, and the Linen shell.
+
+`attention_sublayer` is the only place that tests a mode. Source: architecture sections 2, 4 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, rope
+from dsflash_jax.compressor import Slots
+from dsflash_jax.config import Compute, Config, Objective
+from dsflash_jax.modes import LayerSpec, Mode, Node, Repeat
+from dsflash_jax.ops import HIGHEST, rms_norm
+from dsflash_jax.params import Weight, Weights, leaves, map_weights, norm, normal
+from dsflash_jax.rope import Angles
+
+MIN_BALANCE_TOKENS = 512  # shorter documents of a row form one sequence of the balance loss (training section 3.2)
+SAVED = {"full": ("topk", "candidates"), "selective": ("topk", "candidates", "attn_o", "attn_lse", "attn_out", "ffn_out")}
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows. `segments` numbers the documents of a row from 1, 0 is padding; `positions` restart with each."""
+
+    tokens: Int[Array, "B T"]
+    segments: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    targets: Int[Array, "B T"] | None = None  # next token of the same document
+    loss_mask: Float[Array, "B T"] | None = None  # 1 where a target counts
+    engram_rows: Int[Array, "B T tables N"] | None = None  # n-gram table rows, see `engram.rows`
+
+
+@struct.dataclass
+class Ctx:
+    """What layers read off positions and segments, derived once a batch."""
+
+    segments: Int[Array, "B T"]
+    angles: dict[str, Angles]  # "window" and "compressed", at every token
+    slots: dict[int, Slots]  # layout of each ratio in use
+    slot_angles: dict[int, Angles]  # at the first token of every slot
+    groups: Int[Array, "B T"]  # sequence of the balance loss, -1 for padding
+    engram_rows: Int[Array, "B T tables N"] | None = None
+    key: Array | None = None  # draws extra slots for the indexer loss
+    layer: Int[Array, ""] | int = 0  # depth so far, so that layers of one scan draw differently
+
+
+@struct.dataclass
+class Stream:
+    """What a layer hands to the next."""
+
+    x: Float[Array, "B T M D"]
+    pre: Float[Array, "B T M"]  # collapses the copies for the next sublayer
+
+
+@struct.dataclass
+class Shared:
+    """What a Full or Reindex layer makes for the layers after it; None until somebody has."""
+
+    kv: Float[Array, "B S Dh"] | None = None
+    index_keys: Float[Array, "B S Di"] | None = None
+    topk: Int[Array, "B T K"] | None = None
+    candidates: Int[Array, "B T C"] | None = None
+    index_query: Float[Array, "B T Hi Di"] | None = None  # kept for Reuse layers only when they teach, too
+    index_weight: Float[Array, "B T Hi"] | None = None
+
+
+@struct.dataclass
+class LayerOut:
+    """Sums of one layer with their counts; a leading layer axis is added by `run`."""
+
+    index: Float[Array, ""]  # indexer KL summed over queries
+    index_count: Float[Array, ""]
+    loads: moe.Loads
+
+
+def declare_layer(c: Config, spec: LayerSpec) -> dict[str, Any]:
+    """Weights of one layer under the checkpoint's names."""
+    out: dict[str, Any] = {
+        "attn_norm": norm(c.hidden_size, "embed"),
+        "attn": attention.weights(c),
+        **hyper.weights(c),
+        "ffn_norm": norm(c.hidden_size, "embed"),
+        "ffn": moe.weights(c),
+    }
+    if spec.mode is Mode.FULL:
+        out["attn"]["compressor"] = compressor.weights(c, spec)
+    if spec.selects:
+        out["attn"]["indexer"] = indexer.weights(c, spec)
+    if spec.engram is not None:
+        out["engram"] = engram.weights(c, spec.engram)
+    return out
+
+
+def declare(c: Config) -> dict[str, Any]:
+    """Every weight of the backbone, as a tree of declarations; weights inside repeats carry their lengths."""
+    table = Weight((c.vocab_size, c.hidden_size), ("vocab", "embed"), normal(c.initializer_range), "sinkhorn")
+    return {
+        "embed": table,
+        "layers": _declare_nodes(c, modes.plan(c.table)),
+        "norm": norm(c.hidden_size, "embed"),
+        "head": table,
+    }
+
+
+def _declare_nodes(c: Config, nodes: Sequence[Node]) -> dict[str, Any]:
+    out = {}
+    for node in nodes:
+        if isinstance(node, Repeat):
+            stack = partial(Weight.stacked, times=node.times)
+            out[modes.name(node)] = map_weights(stack, _declare_nodes(c, node.body))
+        else:
+            out[modes.name(node)] = declare_layer(c, node)
+    return out
+
+
+def init(c: Config, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Fresh weights; each leaf draws from its own key, so a layout never changes them."""
+    declared = declare(c)
+    paths = leaves(declared)
+    keys = dict(zip(paths, jax.random.split(key, len(paths)), strict=True))
+    made = {path: w.init(keys[path], w.full_shape, dtype) for path, w in paths.items()}
+    structure = jax.tree.structure(declared, is_leaf=lambda w: isinstance(w, Weight))
+    return jax.tree.unflatten(structure, [made[p] for p in paths])
+
+
+def context(c: Config, batch: Batch, key: Array | None = None) -> Ctx:
+    """Derive `Ctx` from the batch."""
+    slots = {r: compressor.slots(batch.segments, batch.positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
+    compressed = rope.frequencies(c, compressed=True)
+    return Ctx(
+        segments=batch.segments,
+        angles={
+            "window": rope.angles(rope.frequencies(c, compressed=False), batch.positions),
+            "compressed": rope.angles(compressed, batch.positions),
+        },
+        slots=slots,
+        slot_angles={r: rope.angles(compressed, at.positions * r) for r, at in slots.items()},
+        groups=_balance_groups(batch.segments),
+        engram_rows=batch.engram_rows,
+        key=key,
+    )
+
+
+def _balance_groups(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Sequence of each token over the whole batch: long documents each their own, the short ones of a row together."""
+    b, t = segments.shape
+    per_row = t // MIN_BALANCE_TOKENS + 1
+    starts = jnp.concatenate([jnp.ones((b, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    run = jnp.cumsum(starts, axis=1) - 1
+    length = jax.vmap(lambda r: jnp.bincount(r, length=t))(run)  # tokens of each run, [B, T]
+    long = jnp.take_along_axis(length >= MIN_BALANCE_TOKENS, run, axis=1) & (segments > 0)
+    number = jnp.cumsum(starts & long, axis=1)  # 0 is the row's rest
+    group = jnp.where(long, number, 0) + jnp.arange(b)[:, None] * per_row
+    return jnp.where(segments > 0, group, -1)
+
+
+def mark(trace: dict[str, Array] | None, name: str, x: Array) -> Array:
+    """Name an array for the remat policy and, when a trace is asked for, keep it there."""
+    if trace is not None:
+        trace[name] = x
+    return checkpoint_name(x, name)
+
+
+def layer(
+    c: Config,
+    how: Compute,
+    aim: Objective | None,
+    spec: LayerSpec,
+    w: Weights,
+    stream: Stream,
+    shared: Shared,
+    ctx: Ctx,
+    trace: dict[str, Array] | None = None,
+) -> tuple[Stream, Shared, LayerOut]:
+    """One layer: n-gram memory if it has one, attention, experts; each sublayer inside its hyper-connection.
+
+    A sublayer collapses the stream with the `pre` of the sublayer before it, and its own `pre` goes to the next.
+    `aim` None computes no auxiliary loss (zeros of the same structure come out).
+    """
+    x, pre = stream.x, stream.pre
+    note = partial(mark, trace)
+    if spec.engram is not None:
+        with jax.named_scope("engram"):
+            assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
+            x = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c)
+    with jax.named_scope("attn"):
+        a = hyper.mix(w, "attn", x, c)
+        collapsed = note("attn_in", hyper.collapse(x, pre))
+        u = rms_norm(collapsed, w["attn_norm"], c.rms_norm_eps)
+        y, shared, index = attention_sublayer(c, how, aim, spec, w["attn"], u, shared, ctx, trace)
+        x = hyper.expand(note("attn_out", y), x, a)
+    with jax.named_scope("ffn"):
+        f = hyper.mix(w, "ffn", x, c)
+        collapsed = note("ffn_in", hyper.collapse(x, a.pre))
+        v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps)
+        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, how.experts)
+        y = note("ffn_out", y.reshape(v.shape))
+        x = hyper.expand(y, x, f)
+    if trace is not None:
+        for sub, made in (("attn", a), ("ffn", f)):
+            trace |= {f"hc_{sub}_pre": made.pre, f"hc_{sub}_post": made.post, f"hc_{sub}_comb": made.comb}
+        trace |= {"router_scores": routing.scores, "router_indices": routing.experts, "router_weights": routing.weights}
+        trace["h_out"] = x
+    groups = ctx.groups.reshape(-1)
+    n_groups = ctx.groups.shape[0] * (ctx.groups.shape[1] // MIN_BALANCE_TOKENS + 1)
+    return Stream(x, f.pre), shared, LayerOut(*index, moe.loads(routing, groups, n_groups, c))
+
+
+def attention_sublayer(
+    c: Config,
+    how: Compute,
+    aim: Objective | None,
+    spec: LayerSpec,
+    w: Weights,
+    u: Float[Array, "B T D"],
+    shared: Shared,
+    ctx: Ctx,
+    trace: dict[str, Array] | None,
+) -> tuple[Float[Array, "B T D"], Shared, tuple[Array, Array]]:
+    """Attention by mode: Full makes KV, keys and a selection; Reindex a selection; Reuse takes both; Window neither.
+
+    Returns the output, what later layers share, and the indexer loss as (sum, count).
+    """
+    note = partial(mark, trace)
+    at = ctx.angles["compressed" if spec.ratio else "window"]
+    latent = attention.query_latent(w, u, c)
+    q = note("q", rope.rotate(attention.queries(w, latent), at))
+    window_kv = note("window_kv_new", rope.rotate_single(attention.window_kv(w, u, c), at))
+    zero = jnp.zeros((), jnp.float32)
+    index = (zero, zero)
+    if spec.mode is Mode.FULL:
+        shared = _make_kv(c, spec, w, u, shared, ctx, trace)
+    if spec.selects:
+        iq, iw = indexer.queries(w["indexer"], latent, u, at, c)
+        iq, iw = note("index_q", iq), note("index_weights", iw)
+        slots = ctx.slots[spec.ratio]
+        topk, blocks = indexer.select(
+            iq, iw, shared.index_keys, slots.base, slots.visible,
+            k=c.index_topk, chunk=how.query_chunk, block=c.candidate_block_size,
+            candidates=shared.candidates if spec.restricted else None,
+            publish=c.candidate_topk_blocks if spec.publishes else 0,
+        )  # fmt: skip
+        shared = shared.replace(topk=note("topk", topk))
+        if spec.publishes:
+            shared = shared.replace(candidates=note("candidates", blocks))
+        if aim is not None and aim.index_teacher == "group_mean":
+            shared = shared.replace(index_query=iq, index_weight=iw)
+    kv, topk = (shared.kv, shared.topk) if spec.ratio else (None, None)
+    attend = attention.attend if how.attention == "sparse" else attention.attend_dense
+    o, lse = attend(
+        q, window_kv, kv, topk, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk
+    )
+    if aim is not None and aim.index_weight > 0:
+        if spec.selects:
+            index = _index_loss(how, aim, spec, iq, iw, q, lse, shared, ctx)
+        elif spec.mode is Mode.REUSE and aim.index_teacher == "group_mean":
+            index = _index_loss(how, aim, spec, shared.index_query, shared.index_weight, q, lse, shared, ctx)
+    y = attention.output(w, rope.rotate(o, at, inverse=True), c)
+    return y, shared, index
+
+
+def _make_kv(
+    c: Config, spec: LayerSpec, w: Weights, u: Array, shared: Shared, ctx: Ctx, trace: dict[str, Array] | None
+) -> Shared:
+    """What a Full layer makes of its input: rotated KV, and index keys from the latent before rotation."""
+    at, eps = ctx.slot_angles[spec.ratio], c.rms_norm_eps
+    latent = mark(trace, "latent", compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, eps))
+    keys = indexer.keys(w["indexer"], latent, at, c)
+    return shared.replace(
+        kv=mark(trace, "compress_kv_new", rope.rotate_single(latent, at)), index_keys=mark(trace, "index_k_new", keys)
+    )
+
+
+def _index_loss(
+    how: Compute, aim: Objective, spec: LayerSpec, iq: Array, iw: Array, q: Array, lse: Array, shared: Shared, ctx: Ctx
+) -> tuple[Array, Array]:
+    """Indexer KL against this layer's attention."""
+    slots = ctx.slots[spec.ratio]
+    key = None if ctx.key is None else jax.random.fold_in(ctx.key, ctx.layer)
+    return indexer.loss(
+        iq, iw, shared.index_keys, q, shared.kv, lse, shared.topk, slots.base, slots.visible,
+        keys_set=aim.index_keys, extra=aim.index_random, key=key, chunk=how.query_chunk,
+    )  # fmt: skip
+
+
+def run(
+    c: Config,
+    how: Compute,
+    aim: Objective | None,
+    nodes: Sequence[Node],
+    w: Weights,
+    stream: Stream,
+    shared: Shared,
+    ctx: Ctx,
+    traces: list[dict[str, Array]] | None = None,
+) -> tuple[Stream, LayerOut]:
+    """Run a plan. A repeat carries the stream; what its body shares stays in the body, what exists is closed over.
+
+    Returns the stream and each layer's sums with the layers of the plan, in order, as leading axis.
+    """
+    outs: list[LayerOut] = []
+    for node in nodes:
+        below = w[modes.name(node)]
+        if isinstance(node, LayerSpec):
+            trace = None if traces is None else {}
+            body = partial(layer, c, how, aim, node, trace=trace)
+            if how.remat != "none":
+                body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[how.remat]))
+            stream, shared, out = body(below, stream, shared, ctx)
+            ctx = ctx.replace(layer=ctx.layer + 1)
+            outs.append(jax.tree.map(lambda a: a[None], out))
+            if traces is not None:
+                traces.append(trace | ({"compress_topk_idxs": shared.topk} if node.ratio else {}))
+            continue
+        depth = len(modes.flatten(node.body))
+
+        def copy(
+            carry: tuple[Stream, Array | int], slice_: Weights, node: Repeat = node, shared: Shared = shared, depth: int = depth
+        ) -> tuple[tuple[Stream, Array | int], LayerOut]:
+            at = ctx.replace(layer=carry[1])
+            stream, out = run(c, how, aim, node.body, slice_, carry[0], shared, at, traces)
+            return (stream, carry[1] + depth), out
+
+        carry = (stream, jnp.asarray(ctx.layer, jnp.int32))
+        if how.scan and traces is None:
+            carry, out = jax.lax.scan(copy, carry, below)
+        else:
+            made = []
+            for i in range(node.times):
+                carry, one = copy(carry, jax.tree.map(lambda a: a[i], below))  # noqa: B023
+                made.append(one)
+            out = jax.tree.map(lambda *a: jnp.stack(a), *made)
+        stream, ctx = carry[0], ctx.replace(layer=carry[1])
+        outs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
+    return stream, jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+
+
+def cast(c: Config, w: Weights, dtype: Any) -> Weights:
+    """Matrix weights in the compute dtype; the declared float32 ones stay."""
+    declared = declare(c)
+    return jax.tree.map(
+        lambda d, a: a if d.float32 else a.astype(dtype), declared, w, is_leaf=lambda d: isinstance(d, Weight)
+    )
+
+
+def forward(
+    c: Config,
+    how: Compute,
+    w: Weights,
+    batch: Batch,
+    aim: Objective | None = None,
+    key: Array | None = None,
+    traces: list[dict[str, Array]] | None = None,
+) -> tuple[Float[Array, "B T D"], LayerOut]:
+    """Token ids to the normalised hidden state that the head reads, and per-layer sums. See `logits`."""
+    dtype = jnp.dtype(how.dtype)
+    w = cast(c, w, dtype)
+    ctx = context(c, batch, key)
+    stream = Stream(*hyper.start(w["embed"][batch.tokens], c.hc_mult))
+    stream, out = run(c, how, aim, modes.plan(c.table), w["layers"], stream, Shared(), ctx, traces)
+    return rms_norm(hyper.collapse(stream.x, stream.pre), w["norm"], c.rms_norm_eps), out
+
+
+def logits(head: Float[Array, "V D"], y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """y head^T with float32 operands and result."""
+    dims = (((y.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(y.astype(jnp.float32), head.astype(jnp.float32), dims, precision=HIGHEST)
+
+
+class Model(nn.Module):
+    """Linen shell: names and initialises the declared weights and calls the functions of this file."""
+
+    config: Config
+    compute: Compute = Compute()
+
+    @nn.compact
+    def __call__(self, batch: Batch, objective: Objective | None = None) -> tuple[Array, LayerOut]:
+        """Float32 logits [B,T,V] and per-layer sums; training uses `forward` and the chunked loss instead."""
+        c = self.config
+        tree = {name: self.param(name, lambda key, n=name: init(c, key)[n]) for name in ("embed", "layers", "norm", "head")}
+        y, out = forward(c, self.compute, tree, batch, objective)
+        return logits(tree["head"], y), out

@@ -1,0 +1,178 @@
+"""Mixture of experts: router, sorted dropless dispatch, grouped products, shared expert, balance statistics.
+
+Source: architecture section 9, training section 3. No token is dropped and no capacity exists.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dsflash_jax.config import Config
+from dsflash_jax.ops import contract, linear32, swiglu
+from dsflash_jax.params import Weight, Weights, constant, normal
+
+BLOCK_ROWS = 128  # rows of one block of the blocked product; on 2 CPU cores 64..256 were equal within 10 %
+
+
+@struct.dataclass
+class Routing:
+    """Choice of experts for N tokens."""
+
+    scores: Float[Array, "N E"]  # unbiased affinities, float32
+    experts: Int[Array, "N A"]  # chosen ids, descending biased affinity
+    weights: Float[Array, "N A"]  # what each chosen expert's output counts, float32
+
+
+@struct.dataclass
+class Loads:
+    """Routing statistics as sums over tokens that are not padding."""
+
+    counts: Float[Array, " E"]  # choices of each expert
+    balance: Float[Array, ""]  # sum over sequences of the balance term
+    sequences: Float[Array, ""]  # how many sequences that sum has
+
+
+def weights(c: Config) -> dict[str, object]:
+    """Router, routed experts (stacked on an expert axis) and shared expert."""
+    d, f, e = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
+    init = normal(c.initializer_range)
+    bias = Weight((e,), ("experts",), constant(0.0), "rule", float32=True, bare=True)
+    gate: dict[str, Weight] = {"weight": Weight((d, e), ("embed", "experts"), init, float32=True, bare=True), "bias": bias}
+    if c.vision is not None:
+        gate["bias_vl"] = bias
+    inward = Weight((e, d, f), ("experts", "embed", "expert_width"), init, matrix=(1, 2))
+    outward = Weight((e, f, d), ("experts", "expert_width", "embed"), init, matrix=(1, 2))
+    out: dict[str, object] = {"gate": gate, "experts": {"w1": inward, "w2": outward, "w3": inward}}
+    if c.n_shared_experts:
+        inward = Weight((d, f), ("embed", "expert_width"), init)
+        out["shared_experts"] = {"w1": inward, "w2": Weight((f, d), ("expert_width", "embed"), init), "w3": inward}
+    return out
+
+
+@jax.custom_jvp
+def sqrt_softplus(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """sqrt(log(1 + exp(x))); the derivative stays finite where the softplus underflows to 0."""
+    return jnp.sqrt(jax.nn.softplus(x))
+
+
+@sqrt_softplus.defjvp
+def _sqrt_softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    y = sqrt_softplus(x)
+    tiny = y == 0
+    return y, dx * jnp.where(tiny, 0.0, jax.nn.sigmoid(x) / (2 * jnp.where(tiny, 1.0, y)))
+
+
+def affinity(logits: Float[Array, "N E"], c: Config) -> Float[Array, "N E"]:
+    """Router affinity of float32 logits under the configured scoring function."""
+    logits = logits / c.gate_temp
+    if c.scoring_func == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.sigmoid(logits) if c.scoring_func == "sigmoid" else sqrt_softplus(logits)
+
+
+def route(w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c: Config) -> Routing:
+    """Choose experts: top-A of affinity + bias; weights are the unbiased affinities of the chosen, normalised.
+
+    The bias (`bias_vl` for tokens of image spans) takes part in the choice only, so no gradient reaches it.
+    """
+    scores = affinity(linear32(x, w["weight"]), c)
+    bias = w["bias"][None]
+    if image is not None and "bias_vl" in w:
+        bias = jnp.where(image[:, None], w["bias_vl"][None], bias)
+    _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores + bias), c.num_experts_per_tok)
+    chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    if c.norm_topk_prob and c.num_experts_per_tok > 1:
+        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(scores, experts, chosen * c.routed_scaling_factor)
+
+
+def loads(r: Routing, groups: Int[Array, " N"], n_groups: int, c: Config) -> Loads:
+    """Expert counts and the sequence balance loss; `groups` numbers the sequences, -1 is padding.
+
+    Per sequence of n tokens: sum_e f_e P_e with f_e = E / (A n) * choices of e (no gradient) and P_e the mean of the
+    affinities normalised to sum 1 (training section 3.2).
+    """
+    real = groups >= 0
+    ids = jnp.where(real, groups, n_groups)  # padding goes to a bin that is cut off
+    sums = lambda a: jax.ops.segment_sum(a, ids, n_groups + 1)[:-1]  # noqa: E731
+    chosen = jax.nn.one_hot(r.experts, c.n_routed_experts, dtype=jnp.float32).sum(axis=1)
+    counts = sums(chosen)  # [groups, E]
+    share = sums(r.scores / (r.scores.sum(axis=-1, keepdims=True) + 1e-20))
+    tokens = jnp.maximum(sums(jnp.ones_like(ids, jnp.float32)), 1.0)
+    term = jnp.sum(counts * share, axis=-1) * c.n_routed_experts / (c.num_experts_per_tok * jnp.square(tokens))
+    return Loads(counts.sum(axis=0), term.sum(), jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32))
+
+
+def ragged_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:
+    """Rows in runs of `sizes`, each run times its expert's matrix, by `jax.lax.ragged_dot`; float32 result."""
+    return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+
+
+def blocked_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:
+    """`ragged_dot` as one batched product over blocks of rows, each run padded to whole blocks.
+
+    Platforms without a ragged kernel multiply every row by every expert; this costs at most E extra blocks, and the
+    copies of the experts' matrices, one a block.
+    """
+    rows, experts = x.shape[0], sizes.shape[0]
+    block = min(BLOCK_ROWS, max(rows // experts, 1))
+    blocks = rows // block + experts
+    ends = jnp.cumsum(-(-sizes // block))  # in blocks
+    owner = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
+    owner = jnp.minimum(owner, experts - 1)
+    expert = jnp.repeat(jnp.arange(experts), sizes, total_repeat_length=rows)
+    starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]]) * block - (jnp.cumsum(sizes) - sizes)
+    place = jnp.arange(rows) + starts[expert]
+    padded = jnp.zeros((blocks * block, x.shape[1]), x.dtype).at[place].set(x, unique_indices=True)
+    out = jnp.einsum("bri,bio->bro", padded.reshape(blocks, block, -1), w[owner], preferred_element_type=jnp.float32)
+    return out.reshape(blocks * block, -1)[place]
+
+
+def dense_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:
+    """The plain twin of both: every row times every expert, then the right one."""
+    expert = jnp.repeat(jnp.arange(w.shape[0]), sizes, total_repeat_length=x.shape[0])
+    every = jnp.einsum("ri,eio->reo", x, w, preferred_element_type=jnp.float32)
+    return jnp.take_along_axis(every, expert[:, None, None], axis=1)[:, 0]
+
+
+def grouped_dot(x: Array, w: Array, sizes: Array, how: str) -> Array:
+    """The grouped product `how` names; "auto" is ragged on TPU, where it is one kernel, and blocked elsewhere."""
+    if how == "auto":
+        return jax.lax.platform_dependent(x, w, sizes, tpu=ragged_dot, default=blocked_dot)
+    return {"ragged": ragged_dot, "blocked": blocked_dot, "dense": dense_dot}[how](x, w, sizes)
+
+
+def routed(w: Weights, x: Float[Array, "N D"], r: Routing, c: Config, how: str) -> Float[Array, "N D"]:
+    """Sum over a token's experts of weight * expert(x), float32. The weight enters before the down projection."""
+    n, a = r.experts.shape
+    flat = r.experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)  # rows of one expert become neighbours
+    sizes = jnp.bincount(flat, length=c.n_routed_experts).astype(jnp.int32)
+    rows = x[order // a]
+    gate, up = (grouped_dot(rows, w[name], sizes, how) for name in ("w1", "w3"))
+    hidden = swiglu(gate, up, c.swiglu_limit) * r.weights.reshape(-1)[order][:, None]
+    out = grouped_dot(hidden.astype(x.dtype), w["w2"], sizes, how)
+    return out[jnp.argsort(order)].reshape(n, a, -1).sum(axis=1)
+
+
+def shared(w: Weights, x: Float[Array, "N D"], c: Config) -> Float[Array, "N D"]:
+    """The expert that every token uses, float32 result."""
+    hidden = swiglu(contract(x, w["w1"]), contract(x, w["w3"]), c.swiglu_limit)
+    return contract(hidden.astype(x.dtype), w["w2"])
+
+
+def apply(
+    w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c: Config, how: str
+) -> tuple[Float[Array, "N D"], Routing]:
+    """Routed plus shared experts, summed in float32 and cast to x's dtype."""
+    r = route(w["gate"], x, image, c)
+    out = routed(w["experts"], x, r, c, how)
+    if c.n_shared_experts:
+        out = out + shared(w["shared_experts"], x, c)
+    return out.astype(x.dtype), r
+
+
