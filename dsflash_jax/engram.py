@@ -123,8 +123,8 @@ def weights(c: Config, table: int) -> dict[str, Weight]:
 
 def apply(
     w: Weights, x: Float[Array, "B T M D"], rows: Int[Array, "B T N"], image: Bool[Array, "B T"] | None, c: Config
-) -> Float[Array, "B T M D"]:
-    """x + gate * value: one value a token, one gate a copy from the match of the copy with its key (float32).
+) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
+    """x + gate * value, and the gate: one value a token, one gate a copy from the copy's match with its key (float32).
 
     gate = sigmoid(sign(dot) sqrt(max(|dot|, 1e-6))), dot = the weighted product of copy and key, each normalised by
     its own mean square, over sqrt(D). Image tokens keep their stream.
@@ -139,4 +139,4 @@ def apply(
     gate = jax.nn.sigmoid(jnp.sign(dot) * jnp.sqrt(jnp.maximum(jnp.abs(dot), MIN_DOT)))
     if image is not None:
         gate = jnp.where(image[..., None], 0.0, gate)
-    return (x32 + gate[..., None] * value).astype(x.dtype)
+    return (x32 + gate[..., None] * value).astype(x.dtype), gate

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -192,7 +193,8 @@ def layer(
     if spec.engram is not None:
         with jax.named_scope("engram"):
             assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
-            x = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c)
+            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c)
+            note("engram_gate", gate)
     with jax.named_scope("attn"):
         a = hyper.mix(w, "attn", x, c)
         collapsed = note("attn_in", hyper.collapse(x, pre))
@@ -289,7 +291,7 @@ def _index_loss(
     key = None if ctx.key is None else jax.random.fold_in(ctx.key, ctx.layer)
     return indexer.loss(
         iq, iw, shared.index_keys, q, shared.kv, lse, shared.topk, slots.base, slots.visible,
-        keys_set=aim.index_keys, extra=aim.index_random, key=key, chunk=how.query_chunk,
+        keys_set=aim.index_keys, extra=aim.index_random, rng=key, chunk=how.query_chunk,
     )  # fmt: skip
 
 
@@ -346,11 +348,9 @@ def run(
 
 
 def cast(c: Config, w: Weights, dtype: Any) -> Weights:
-    """Matrix weights in the compute dtype; the declared float32 ones stay."""
-    declared = declare(c)
-    return jax.tree.map(
-        lambda d, a: a if d.float32 else a.astype(dtype), declared, w, is_leaf=lambda d: isinstance(d, Weight)
-    )
+    """Matrix weights in the compute dtype. Declared float32 ones stay, and so do tables: what is read of them is cast."""
+    keep = map_weights(lambda d: d.float32 or d.family == "sinkhorn", declare(c))
+    return jax.tree.map(lambda stays, a: a if stays else a.astype(dtype), keep, w)
 
 
 def forward(
@@ -362,13 +362,21 @@ def forward(
     key: Array | None = None,
     traces: list[dict[str, Array]] | None = None,
 ) -> tuple[Float[Array, "B T D"], LayerOut]:
-    """Token ids to the normalised hidden state that the head reads, and per-layer sums. See `logits`."""
+    """Token ids to the normalised hidden state that the head reads, and per-layer sums. See `logits`.
+
+    `traces` takes one dictionary of intermediate arrays a layer, named as the reference's; it unrolls the layers.
+    """
+    if traces is not None:  # an array traced inside a recomputed body could not leave it
+        how = dataclasses.replace(how, remat="none")
     dtype = jnp.dtype(how.dtype)
     w = cast(c, w, dtype)
     ctx = context(c, batch, key)
-    stream = Stream(*hyper.start(w["embed"][batch.tokens], c.hc_mult))
+    stream = Stream(*hyper.start(w["embed"][batch.tokens].astype(dtype), c.hc_mult))
     stream, out = run(c, how, aim, modes.plan(c.table), w["layers"], stream, Shared(), ctx, traces)
-    return rms_norm(hyper.collapse(stream.x, stream.pre), w["norm"], c.rms_norm_eps), out
+    folded = hyper.collapse(stream.x, stream.pre)
+    if traces is not None:
+        traces.append({"final_fold": folded})
+    return rms_norm(folded, w["norm"], c.rms_norm_eps), out
 
 
 def logits(head: Float[Array, "V D"], y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:

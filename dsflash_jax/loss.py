@@ -1,0 +1,116 @@
+"""Training losses from the model's outputs: chunked cross-entropy and the auxiliary terms.
+
+Everything is a sum with its denominator until the last line, so that devices and microbatches add up exactly.
+Source: training sections 3.2 and 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dsflash_jax import model
+from dsflash_jax.config import Compute, Config, Objective
+from dsflash_jax.model import Batch
+from dsflash_jax.modes import Mode
+from dsflash_jax.params import Weights
+
+
+@struct.dataclass
+class CrossEntropy:
+    """Sums over the positions that count."""
+
+    nll: Float[Array, ""]  # negative log-likelihood, nats
+    tokens: Float[Array, ""]  # positions counted
+    hits: Float[Array, ""]  # positions whose largest logit is the target
+    z: Float[Array, ""]  # squared log-partition
+
+
+@struct.dataclass
+class Report:
+    """What a step says beside its loss; arrays with a leading L are by layer id."""
+
+    loss: Float[Array, ""]  # the sum that is differentiated
+    ce: CrossEntropy
+    index: Float[Array, " L"]  # mean indexer KL a query, 0 where a layer has none
+    balance: Float[Array, " L"]  # sequence balance loss
+    counts: Float[Array, "L E"]  # tokens each expert was chosen for
+
+
+def cross_entropy(
+    head: Float[Array, "V D"],
+    y: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
+    chunk: int,
+) -> CrossEntropy:
+    """Cross-entropy of head(y) against targets; logits exist for `chunk` tokens of each row at a time.
+
+    Backward computes a chunk's logits again instead of keeping them. Cost: 2 B T D V FLOPs forward.
+    """
+    b, t, d = y.shape
+    chunk = min(chunk, t)
+    n = -(-t // chunk)
+    pad = n * chunk - t
+
+    def tiles(a: Array) -> Array:  # [n, B, chunk, ...]
+        a = jnp.pad(a, ((0, 0), (0, pad)) + ((0, 0),) * (a.ndim - 2))
+        return jnp.moveaxis(a.reshape(b, n, chunk, *a.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one(total: CrossEntropy, tile: tuple[Array, Array, Array]) -> tuple[CrossEntropy, None]:
+        y, target, mask = tile
+        logits = model.logits(head, y)  # [B, chunk, V]
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        hit = (jnp.argmax(logits, axis=-1) == target).astype(jnp.float32)
+        sums = CrossEntropy(*(jnp.sum(a * mask) for a in (log_z - picked, jnp.ones_like(mask), hit, jnp.square(log_z))))
+        return jax.tree.map(jnp.add, total, sums), None
+
+    start = CrossEntropy(*(jnp.zeros((), jnp.float32),) * 4)
+    total, _ = jax.lax.scan(one, start, (tiles(y), tiles(targets), tiles(mask.astype(jnp.float32))))
+    return total
+
+
+def index_shares(c: Config, aim: Objective) -> np.ndarray:
+    """Weight of each layer's indexer KL, [L] float32: 1 for a producer taught by itself, 1 / group for a group's mean."""
+    shares = np.zeros(c.num_hidden_layers, np.float32)
+    group: list[int] = []
+    for i, spec in enumerate(c.table):
+        if spec.selects:
+            group = [i]
+        elif spec.mode is Mode.REUSE and aim.index_teacher == "group_mean":
+            group.append(i)
+        else:
+            continue
+        shares[group] = 1.0 / len(group)
+    return shares
+
+
+def total(
+    c: Config, how: Compute, aim: Objective, w: Weights, batch: Batch, key: Any = None
+) -> tuple[Float[Array, ""], Report]:
+    """Mean cross-entropy a counted token + weighted indexer KL, balance and z terms, and the step's report.
+
+    Each layer's KL is a mean over its queries with at least two visible slots; its balance loss a mean over sequences.
+    """
+    assert batch.targets is not None and batch.loss_mask is not None, "a training batch carries targets and loss_mask"
+    y, out = model.forward(c, how, w, batch, aim, key)
+    with jax.named_scope("cross_entropy"):
+        ce = cross_entropy(w["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
+    index = out.index / jnp.maximum(out.index_count, 1.0)
+    balance = out.loads.balance / jnp.maximum(out.loads.sequences, 1.0)
+    tokens = jnp.maximum(ce.tokens, 1.0)
+    loss = ce.nll / tokens
+    if aim.z_weight > 0:
+        loss += aim.z_weight * ce.z / tokens
+    if aim.index_weight > 0:
+        loss += aim.index_weight * jnp.sum(index * jnp.asarray(index_shares(c, aim)))
+    if aim.balance_weight > 0:
+        loss += aim.balance_weight * jnp.sum(balance)
+    return loss, Report(loss, ce, index, balance, out.loads.counts)

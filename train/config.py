@@ -1,0 +1,41 @@
+"""A run: the model, how it is computed, its losses, optimiser and data, and the order of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsflash_jax.config import Compute, Config, Objective, need
+from train.data import Data
+from train.optim import Optim
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that `dsflash train` reads; a file in configs/ defines one as `config`."""
+
+    model: Config  # the architecture
+    out: str  # folder of checkpoints, metrics, plot and sample
+    steps: int  # optimiser updates
+    compute: Compute = field(default_factory=Compute)  # dtype, remat, kernels
+    objective: Objective = field(default_factory=Objective)  # auxiliary losses
+    optim: Optim = field(default_factory=Optim)  # families and schedule
+    data: Data = field(default_factory=Data)  # corpus, rows, batch
+    seed: int = 0  # initial weights and random draws of the loss
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 100  # steps between held-out evaluations; the last step always evaluates
+    eval_batches: int = 8  # held-out batches of one evaluation
+    save_every: int = 100  # steps between checkpoints; the last step always saves
+    keep: int = 2  # checkpoints kept, newest first
+    sample_prompt: str = "def "  # text that the sample at the end goes on from
+    sample_tokens: int = 160  # tokens of that sample; 0 for none
+    sample_temperature: float = 0.7  # of that sample; 0 is greedy
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "log_every", "eval_every", "eval_batches", "save_every", "keep"):
+            need(getattr(self, key) >= 1, f"{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("seed", "sample_tokens", "sample_temperature"):
+            need(getattr(self, key) >= 0, f"{key} must not be negative, got {getattr(self, key)}")
+        need(bool(self.out), "out names the folder of the run; give it a name, for example out=runs/demo")
+        limit = self.model.max_position_embeddings
+        need(self.data.seq_len <= limit,
+             f"data.seq_len={self.data.seq_len} exceeds model.max_position_embeddings={limit}")  # fmt: skip

@@ -1,0 +1,107 @@
+"""One jitted training step: loss, gradients, update, router bias rule; and one evaluation step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dsflash_jax import loss, model, modes
+from dsflash_jax.config import Compute, Config
+from dsflash_jax.model import Batch
+from dsflash_jax.params import Weights, leaves
+from train import optim
+from train.config import Run
+
+Step = Callable[["TrainState", Batch], tuple["TrainState", "Metrics"]]
+
+
+@struct.dataclass
+class TrainState:
+    """All that a run carries from step to step, and all that a checkpoint holds beside the data position."""
+
+    step: Int[Array, ""]  # updates done
+    params: Weights
+    opt_state: Any
+    key: Array  # raw key data; each step folds its number in
+
+
+@struct.dataclass
+class Metrics:
+    """What a step reports."""
+
+    report: loss.Report
+    grad_norm: Float[Array, ""]  # over all families but the rule-based, before clipping
+    learning_rate: Float[Array, ""]
+    finite: Bool[Array, ""]  # loss and every gradient; when False the step changed nothing
+    finite_leaves: Bool[Array, " leaves"]  # by gradient leaf, in the order of `params.leaves`
+
+
+def initial(run: Run) -> TrainState:
+    """The state before the first step."""
+    weights_key, loss_key = jax.random.split(jax.random.key(run.seed))
+    params = model.init(run.model, weights_key)
+    tx = optim.build(model.declare(run.model), run.optim, run.steps)
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key_data(loss_key))
+
+
+def make_step(run: Run) -> Step:
+    """The training step of a run, a pure function; jit it with the state donated.
+
+    A step whose loss or gradient is not finite returns the old state with `finite` False.
+    """
+    declared = model.declare(run.model)
+    tx = optim.build(declared, run.optim, run.steps)
+    rates = optim.schedule(run.optim, run.steps)
+    layers = bias_layers(run.model)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        value = partial(loss.total, run.model, run.compute, run.objective, batch=batch, key=key)
+        (total, report), grads = jax.value_and_grad(value, has_aux=True)(state.params)
+        with jax.named_scope("optimiser"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params = balance(params, report.counts, layers, run.optim.bias_rate)
+        finite_leaves = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
+        finite = finite_leaves.all() & jnp.isfinite(total)
+        new = TrainState(state.step + 1, params, opt_state, state.key)
+        state = jax.tree.map(partial(jnp.where, finite), new, state)
+        norm = optim.grad_norm(declared, grads)
+        rate = jnp.asarray(rates(state.step - finite.astype(jnp.int32)), jnp.float32)
+        return state, Metrics(report, norm, rate, finite, finite_leaves)
+
+    return step
+
+
+def bias_layers(c: Config) -> dict[str, np.ndarray]:
+    """For each router bias leaf, the layer ids of its stacked copies."""
+    out: dict[str, np.ndarray] = {}
+    stacks = {path: w.stack for path, w in leaves(model.declare(c)).items() if path.endswith("ffn/gate/bias")}
+    for i, place in enumerate(modes.places(modes.plan(c.table))):
+        path = "/".join(("layers", *place.path, "ffn/gate/bias"))
+        out.setdefault(path, np.zeros(stacks[path], np.int32))[place.index] = i
+    return out
+
+
+def balance(params: Weights, counts: Float[Array, "L E"], layers: dict[str, np.ndarray], rate: float) -> Any:
+    """Apply the router bias rule to every layer, from the expert counts of the whole batch."""
+
+    def update(path: Any, leaf: Array) -> Array:
+        ids = layers.get("/".join(k.key for k in path))
+        return leaf if ids is None else optim.router_bias_update(leaf, counts[ids], rate)
+
+    return jax.tree_util.tree_map_with_path(update, params)
+
+
+def evaluate(c: Config, how: Compute, params: Weights, batch: Batch) -> loss.CrossEntropy:
+    """Cross-entropy sums of a held-out batch, without auxiliary losses."""
+    y, _ = model.forward(c, how, params, batch)
+    return loss.cross_entropy(params["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
