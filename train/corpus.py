@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -46,7 +46,7 @@ class Corpus:
 
     source: str  # what was read, for messages
     documents: tuple[Document, ...]
-    skipped: tuple[str, ...]  # files left out, each with the reason
+    skipped: tuple[str, ...]  # files and folders left out, each with the reason
 
 
 def load(source: str) -> Corpus:
@@ -58,7 +58,8 @@ def load(source: str) -> Corpus:
     path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source).expanduser()
     if source != STDLIB and not path.exists():
         raise FileNotFoundError(
-            f"data.source={source!r}: expected {STDLIB!r}, a folder or a .jsonl file, but nothing is at {path.absolute()}"
+            f"data.source={source!r}: expected {STDLIB!r}, a folder or a .jsonl file, "
+            f"but nothing is at {path.absolute()}"
         )
     if path.is_file():
         if path.suffix != ".jsonl":
@@ -118,9 +119,11 @@ def _fix(corpus: Corpus, split: Split) -> str:
 
 
 def _files(source: str, root: Path) -> Corpus:
-    documents, skipped = [], []
+    documents: list[Document] = []
+    skipped: list[str] = []
+    unlisted = lambda error: skipped.append(f"{error.filename} (unreadable: {error.strerror})")  # noqa: E731
     suffixes = (".py",) if source == STDLIB else SUFFIXES
-    found = [p.relative_to(root).as_posix() for p in _walk(root, source == STDLIB) if p.suffix in suffixes]
+    found = [p.relative_to(root).as_posix() for p in _walk(root, source == STDLIB, unlisted) if p.suffix in suffixes]
     for name in sorted(found):
         text, fault = _read(root / name)
         if fault:
@@ -130,9 +133,12 @@ def _files(source: str, root: Path) -> Corpus:
     return Corpus(source, tuple(documents), tuple(skipped))
 
 
-def _walk(root: Path, library: bool) -> Iterator[Path]:
-    """All files below `root`, without hidden ones and caches; links to folders are not followed."""
-    for folder, folders, files in os.walk(root):
+def _walk(root: Path, library: bool, unlisted: Callable[[OSError], None]) -> Iterator[Path]:
+    """All files below `root`, without hidden ones and caches; links to folders are not followed.
+
+    Calls `unlisted` for a folder that cannot be read.
+    """
+    for folder, folders, files in os.walk(root, onerror=unlisted):
         folders[:] = [name for name in folders if _wanted(name, library)]
         yield from (Path(folder, name) for name in files if _wanted(name, library))
 

@@ -189,7 +189,7 @@ class Batches:
         return self._steps
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on with the batch that `next` would return now; JSON-able, the same on all hosts."""
+        """What `set_state` needs to go on with the next batch in order; JSON-able, the same on all hosts."""
         return {"step": self._iterator.get_state()["next_index"], **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -248,8 +248,9 @@ def batches(
 
     Training goes round the corpus without end, each row once an epoch; held-out batches end after one round in one
     fixed order, the last filled up with empty rows. `n_batches` ends either earlier. Host h of n gives rows
-    h * b to (h + 1) * b of the global batch, b = batch_size / n. `transform` gets and returns a batch, may add keys, and must
-    depend on the batch alone; with prefetch it runs in the thread. Raises ValueError where hosts do not divide the batch.
+    h * b to (h + 1) * b of the global batch, b = batch_size / n; every host reads the whole
+    corpus. `transform` gets and returns a batch, may add keys, and must depend on the batch alone; with prefetch it
+    runs in the thread. Raises ValueError if the hosts do not divide the batch, and what `corpus.load` raises.
     """
     if hosts < 1 or not 0 <= host < hosts:
         raise ValueError(f"host must be from 0 to hosts - 1, got host={host}, hosts={hosts}")
