@@ -77,10 +77,13 @@ def sinkhorn(logits: Float[Array, "M M *B"], iters: int, eps: float) -> Float[Ar
     """
     comb = jax.nn.softmax(logits, axis=1) + eps
     comb = comb / (comb.sum(axis=0, keepdims=True) + eps)
-    for _ in range(iters - 1):
+
+    def rows_columns(comb: Array, _: None) -> tuple[Array, None]:
         comb = comb / (comb.sum(axis=1, keepdims=True) + eps)
-        comb = comb / (comb.sum(axis=0, keepdims=True) + eps)
-    return comb
+        return comb / (comb.sum(axis=0, keepdims=True) + eps), None
+
+    # A loop, not 19 copies: unrolled, its gradient took 10 s to compile on a CPU, and a model has two a layer.
+    return jax.lax.scan(rows_columns, comb, None, length=iters - 1)[0]
 
 
 def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
@@ -90,8 +93,13 @@ def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Ar
 
 def expand(y: Float[Array, "B T D"], x: Float[Array, "B T M D"], at: Mix) -> Float[Array, "B T M D"]:
     """x'[j] = post[j] y + sum_i comb[i, j] x[i] in float32, cast back; the sum runs over the source index."""
-    moved = jnp.sum(at.comb[..., None] * x.astype(jnp.float32)[:, :, :, None, :], axis=2)  # [B, T, M, D]
-    return (at.post[..., None] * y.astype(jnp.float32)[:, :, None, :] + moved).astype(x.dtype)
+    x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
+    # Written out over the few copies: as one product with a [B, T, M, M, D] inside, backward was ten times slower on a CPU.
+    moved = [
+        sum((at.comb[:, :, i, j, None] * x32[:, :, i] for i in range(x.shape[2])), at.post[:, :, j, None] * y32)
+        for j in range(x.shape[2])
+    ]
+    return jnp.stack(moved, axis=2).astype(x.dtype)
 
 
 def start(x: Float[Array, "B T D"], copies: int) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
