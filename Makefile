@@ -23,7 +23,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 demo: $(RUN)
 	$(BIN)/dsflash train demo
