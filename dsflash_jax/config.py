@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -86,7 +87,7 @@ class Config:
     n_routed_experts: int  # experts that compete
     num_experts_per_tok: int  # routed experts a token uses
     sliding_window: int  # tokens a query sees uncompressed, itself included
-    compress_ratios: tuple[int, ...]  # tokens per compressed slot of each layer, then of each draft stage; 0 = window only
+    compress_ratios: tuple[int, ...]  # tokens per compressed slot, a layer then a draft stage; 0 = window only
     kv_source_layer_ids: tuple[int, ...]  # layers that make compressed KV (Full)
     index_source_layer_ids: tuple[int, ...]  # layers that select slots (Full and Reindex)
     index_n_heads: int  # indexer heads
@@ -146,13 +147,18 @@ class Config:
         """The layer table as a mode string, see `modes.parse`."""
         return modes.text(self.table)
 
-    def with_modes(self, text: str) -> Config:
-        """This configuration with the layers of a mode string, for example `S S F2 U U F1 U X U`.
+    def with_modes(self, text: str, **changes: Any) -> Config:
+        """This configuration with the layers of a mode string, for example `S S F2 U U F1 U X U`, and other `changes`.
 
         The draft stages keep their window-only entries. Engram, candidate and draft flags of the string replace the
-        present ones; `engram_num_embeddings` follows only when the number of Engram layers is unchanged.
+        present ones; when the number of Engram layers changes, `changes` must give `engram_num_embeddings`.
         """
-        return dataclasses.replace(self, **modes.fields(modes.parse(text), self))
+        tables = changes.get("engram_num_embeddings", self.engram_num_embeddings)
+        drafts = changes.get("num_nextn_predict_layers", self.num_nextn_predict_layers)
+        layout = modes.fields(modes.parse(text), tables, drafts)
+        for key, value in changes.items():
+            need(layout.get(key, value) == value, f"{key}={value!r} contradicts modes={text!r}: give one of them")
+        return dataclasses.replace(self, **(changes | layout))
 
     @classmethod
     def from_json(cls, source: str | Path | dict[str, Any]) -> Config:
@@ -271,7 +277,10 @@ def validate(c: Config) -> None:
     need(c.num_attention_heads % c.o_groups == 0,
          f"o_groups={c.o_groups} does not divide num_attention_heads={c.num_attention_heads}")  # fmt: skip
     for key in ("head_dim", "index_head_dim"):
-        need(c.qk_rope_head_dim <= getattr(c, key), f"qk_rope_head_dim={c.qk_rope_head_dim} exceeds {key}={getattr(c, key)}")
+        need(
+            c.qk_rope_head_dim <= getattr(c, key),
+            f"qk_rope_head_dim={c.qk_rope_head_dim} exceeds {key}={getattr(c, key)}",
+        )
     need(c.qk_rope_head_dim >= 2 and c.qk_rope_head_dim % 2 == 0,
          f"qk_rope_head_dim must be even and positive (pairs are rotated), got {c.qk_rope_head_dim}")  # fmt: skip
     need(c.num_experts_per_tok <= c.n_routed_experts,
@@ -294,10 +303,15 @@ def need(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def unknown_key(key: str, known: list[str], where: str) -> ValueError:
+def unknown_key(key: str, known: Iterable[str], where: str) -> ValueError:
     """An error that names the nearest known key."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return ValueError(f"{where}: unknown key {key!r}{hint(key, known)}")
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """The end of an error message that names the known word nearest to `word`; empty when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def build(cls: type, data: dict[str, Any], where: str) -> Any:
@@ -322,5 +336,4 @@ def check_literals(record: Any) -> None:
     for name, kind in get_type_hints(type(record)).items():
         choices, value = get_args(kind), getattr(record, name)
         if choices and all(isinstance(c, str) for c in choices) and value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            raise ValueError(f"{name}={value!r} is not one of {list(choices)}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"{name}={value!r} is not one of {list(choices)}{hint(str(value), choices)}")

@@ -64,7 +64,7 @@ class Place(NamedTuple):
     """Where a layer's weights are: names of the nested nodes, and the index into each stacked leading axis."""
 
     path: tuple[str, ...]
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 def table(c: Config) -> tuple[LayerSpec, ...]:
@@ -102,7 +102,9 @@ def check(c: Config) -> None:
         )
     for i, ratio in enumerate(ratios):
         if ratio < 0:
-            raise ValueError(f"layer {i}: compress_ratios[{i}]={ratio} is negative; 0 is window-only, 1 and up compress")
+            raise ValueError(
+                f"layer {i}: compress_ratios[{i}]={ratio} is negative; 0 is window-only, 1 and up compress"
+            )
         if i >= layers and ratio != 0:
             raise ValueError(f"draft stage {i - layers} is window-only: set compress_ratios[{i}]=0, not {ratio}")
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
@@ -119,7 +121,9 @@ def check(c: Config) -> None:
             raise ValueError(f"layer {i} makes KV but selects nothing: add {i} to index_source_layer_ids")
     for i in c.index_source_layer_ids:
         if ratios[i] == 0:
-            raise ValueError(f"layer {i} is in index_source_layer_ids but window-only: set compress_ratios[{i}] above 0")
+            raise ValueError(
+                f"layer {i} is in index_source_layer_ids but window-only: set compress_ratios[{i}] above 0"
+            )
     source = -1
     for i in range(layers):
         source = i if i in c.kv_source_layer_ids else source
@@ -247,16 +251,20 @@ def parse(string: str) -> tuple[LayerSpec, ...]:
         m = _ITEM.match(string, at)
         if not m:
             raise ValueError(
-                f"mode string: cannot read {string[at:].strip().split()[0]!r} in {string!r}; an item is S, F<ratio>, X or "
-                "U with flags e, p, t, a count before it, or a group like 3(F2 5U)"
+                f"mode string: cannot read {string[at:].strip().split()[0]!r} in {string!r}; an item is S, F<ratio>, X "
+                "or U with flags e, p, t, a count before it, or a group like 3(F2 5U)"
             )
         count, letter, ratio, flags, times, opens, closes = m.groups()
+        if int(count or 1) == 0 or int(times or 1) == 0:
+            raise ValueError(f"mode string: {m.group().strip()!r} in {string!r} has count 0; leave the item out")
         if opens:
             stack.append((int(times or 1), []))
         elif closes:
             if len(stack) == 1:
                 raise ValueError(f"mode string: ) without ( in {string!r}")
             n, items = stack.pop()
+            if not items:
+                raise ValueError(f"mode string: empty group in {string!r}")
             stack[-1][1].extend(items * n)
         else:
             spec = _item(letter, ratio, flags, m.group().strip())
@@ -277,7 +285,9 @@ def _item(letter: str, ratio: str, flags: str, item: str) -> LayerSpec:
         raise ValueError(f"mode string: {item!r} repeats a flag")
     if "p" in flags and mode not in (Mode.FULL, Mode.REINDEX):
         raise ValueError(f"mode string: {item!r}: only F and X select, so only they publish candidates")
-    return LayerSpec(mode, int(ratio or 0), engram=0 if "e" in flags else None, publishes="p" in flags, tap="t" in flags)
+    return LayerSpec(
+        mode, int(ratio or 0), engram=0 if "e" in flags else None, publishes="p" in flags, tap="t" in flags
+    )
 
 
 def _complete(items: Sequence[LayerSpec], string: str) -> tuple[LayerSpec, ...]:
@@ -290,9 +300,13 @@ def _complete(items: Sequence[LayerSpec], string: str) -> tuple[LayerSpec, ...]:
         if spec.mode is Mode.FULL:
             ratio = spec.ratio
         elif spec.mode in (Mode.REINDEX, Mode.REUSE) and ratio == 0:
-            raise ValueError(f"mode string {string!r}: layer {i} ({spec.mode.value}) has no F before it; put F1 or F2 first")
+            raise ValueError(
+                f"mode string {string!r}: layer {i} ({spec.mode.value}) has no F before it; put F1 or F2 first"
+            )
         if spec.publishes and published:
-            raise ValueError(f"mode string {string!r}: layer {i} publishes candidates, but an earlier layer does already")
+            raise ValueError(
+                f"mode string {string!r}: layer {i} publishes candidates, but an earlier layer does already"
+            )
         out.append(
             replace(
                 spec,
@@ -316,22 +330,24 @@ def text(layers: Sequence[LayerSpec]) -> str:
     return " ".join(items)
 
 
-def fields(layers: Sequence[LayerSpec], c: Config) -> dict[str, Any]:
-    """The configuration fields that make `table` return these layers; draft stages of `c` stay."""
+def fields(layers: Sequence[LayerSpec], tables: tuple[int, ...], drafts: int) -> dict[str, Any]:
+    """The configuration fields that make `table` return these layers, given the rows of the n-gram tables and the
+    number of draft stages.
+    """
     ids = lambda keep: tuple(i for i, s in enumerate(layers) if keep(s))  # noqa: E731
     engram = ids(lambda s: s.engram is not None)
-    if engram and len(engram) != len(c.engram_num_embeddings):
+    if engram and len(engram) != len(tables):
         raise ValueError(
             f"the mode string puts n-gram memory at layers {list(engram)}, but engram_num_embeddings lists "
-            f"{len(c.engram_num_embeddings)} tables: set it, or change the e flags"
+            f"{len(tables)} tables: set it, or change the e flags"
         )
     return {
         "num_hidden_layers": len(layers),
-        "compress_ratios": tuple(s.ratio for s in layers) + (0,) * c.num_nextn_predict_layers,
+        "compress_ratios": tuple(s.ratio for s in layers) + (0,) * drafts,
         "kv_source_layer_ids": ids(lambda s: s.mode is Mode.FULL),
         "index_source_layer_ids": ids(lambda s: s.selects),
         "candidate_source_layer_id": next((i for i, s in enumerate(layers) if s.publishes), -1),
         "engram_layer_ids": engram,
-        "engram_num_embeddings": c.engram_num_embeddings if engram else (),
+        "engram_num_embeddings": tables if engram else (),
         "dspark_target_layer_ids": ids(lambda s: s.tap),
     }

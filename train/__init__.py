@@ -1,0 +1,1 @@
+"""Training: data, optimiser, one jitted step, and the order of events."""

@@ -1,0 +1,70 @@
+"""DeepSeek-V4.1-Flash as released: the architecture alone, equal to the checkpoint's config.json.
+
+Command:  dsflash modes released
+Hardware: none; nothing is allocated
+Expected: 40 layers from 12 traced bodies
+"""
+
+from dsflash_jax.config import Config, QuantizationConfig, RopeScaling, VisionConfig
+
+WINDOW, ENCODER, DECODER, DRAFT = (0,) * 2, (2,) * 18, (1,) * 20, (0,) * 3  # tokens per compressed slot
+
+config = Config(
+    vocab_size=129280,
+    hidden_size=5120,
+    moe_intermediate_size=2304,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=1280,
+    o_lora_rank=1024,
+    o_groups=8,
+    swiglu_limit=10.0,
+    rms_norm_eps=1e-20,
+    initializer_range=0.02,
+    max_position_embeddings=1048576,
+    rope_theta=10000,
+    compress_rope_theta=160000,
+    rope_scaling=RopeScaling(factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536),
+    n_routed_experts=384,
+    n_shared_experts=1,
+    num_experts_per_tok=6,
+    scoring_func="sqrtsoftplus",
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    sliding_window=128,
+    compress_ratios=WINDOW + ENCODER + DECODER + DRAFT,
+    kv_source_layer_ids=(2, 8, 14, 20),
+    index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
+    index_n_heads=32,
+    index_head_dim=128,
+    index_topk=512,
+    candidate_source_layer_id=20,
+    candidate_topk_blocks=2048,
+    candidate_block_size=8,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    engram_layer_ids=(1, 14),
+    engram_num_embeddings=(384006168, 384016682),
+    engram_max_ngram_size=4,
+    engram_vocab_size=16000000,
+    engram_n_heads=8,
+    engram_head_dim=256,
+    engram_pad_token_id=2,
+    engram_compressed_vocab_size=99092,
+    num_nextn_predict_layers=3,
+    dspark_block_size=5,
+    dspark_noise_token_id=128799,
+    dspark_target_layer_ids=(37, 38, 39),
+    dspark_markov_rank=256,
+    dspark_n_routed_experts=128,
+    dspark_num_experts_per_tok=3,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+    image_token_id=129264,
+    vision=VisionConfig(),
+    quantization=QuantizationConfig(),
+)

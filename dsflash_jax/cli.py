@@ -1,0 +1,111 @@
+"""The `dsflash` command: one small function a subcommand, which imports its implementation when it is called.
+
+Exit status: 0 success; 1 a check that missed, or a failure; 2 a command line or configuration that is wrong, with one
+line on stderr. A subcommand's function takes the parsed arguments and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsflash_jax.config import hint
+
+WRONG_USE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser, names = build_parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        refuse(f"unknown subcommand {arguments[0]!r}{hint(arguments[0], names)} (there are: {', '.join(names)})")
+    parsed = parser.parse_args(arguments)
+    return int(parsed.function(parsed))
+
+
+def refuse(message: object) -> NoReturn:
+    """Leave with status 2 and one line that says what is wrong with the request."""
+    print(f"dsflash: {message}", file=sys.stderr)
+    raise SystemExit(WRONG_USE)
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The command line and the names of its subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="dsflash", description="DeepSeek-V4.1-Flash in JAX and Flax: train it, check it, study it."
+    )
+    commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
+
+    modes = add(
+        commands,
+        run_modes,
+        "modes",
+        "show and check the layers of a configuration or of a mode string",
+        "Print the mode string, the layer table and the plan of scans; refuse an illegal table with its layer and fix.",
+        "dsflash modes 'S S 2(F2 3U) F1p 2U 2(X 2U)'",
+    )
+    modes.add_argument("source", metavar="CONFIG_OR_STRING", help="a configuration, or a mode string in quotes")
+    add_overrides(modes)
+    return parser, list(commands.choices)
+
+
+def add(
+    commands: Any, function: Callable[[argparse.Namespace], int], name: str, short: str, what: str, example: str
+) -> argparse.ArgumentParser:
+    """Add one subcommand: what it does, an example, and the --json that all of them take."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=short,
+        description=what,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write the result there, for programs")
+    parser.set_defaults(function=function)
+    return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add the `key=value` arguments that `overrides.override` reads."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="change a field, for example index_topk=64")
+
+
+def read_config(source: str, overrides: Iterable[str]) -> Any:
+    """The configuration of a command line; a wrong one ends the command with status 2."""
+    from dsflash_jax.overrides import find, override
+
+    try:
+        return override(find(source), list(overrides))
+    except (ValueError, FileNotFoundError) as error:
+        refuse(error)
+
+
+def write_json(path: Path | None, result: Any) -> None:
+    """Write the machine-readable result where --json asks for one."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def run_modes(arguments: argparse.Namespace) -> int:
+    """`dsflash modes`."""
+    from dsflash_jax import layer_sheet
+
+    if layer_sheet.is_mode_string(arguments.source):
+        if arguments.overrides:
+            refuse(f"a mode string takes no overrides, got {arguments.overrides}; give a configuration and modes=...")
+        try:
+            config = layer_sheet.config_of(arguments.source)
+        except ValueError as error:
+            refuse(error)
+    else:
+        config = read_config(arguments.source, arguments.overrides)
+        config = getattr(config, "model", config)  # a run holds its architecture there
+    layer_sheet.show(config.table)
+    write_json(arguments.json, layer_sheet.as_json(config.table))
+    return 0
