@@ -1,17 +1,39 @@
 """demo"""
-from dsflash_jax.config import Compute, Config, Objective
+
+from dsflash_jax.config import Compute, Config
 from train.config import Run
 from train.data import Data
 from train.optim import Optim
 
 model = Config(
-    vocab_size=264, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-    head_dim=64, qk_rope_head_dim=32, q_lora_rank=64, o_lora_rank=64, o_groups=2, n_routed_experts=8,
-    num_experts_per_tok=2, sliding_window=32, compress_ratios=(0,), kv_source_layer_ids=(), index_source_layer_ids=(),
-    index_n_heads=4, index_head_dim=32, index_topk=32, candidate_topk_blocks=16, candidate_block_size=4,
+    vocab_size=264,
+    hidden_size=128,
+    moe_intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    head_dim=64,
+    qk_rope_head_dim=32,
+    q_lora_rank=64,
+    o_lora_rank=64,
+    o_groups=2,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=32,
+    compress_ratios=(0,),
+    kv_source_layer_ids=(),
+    index_source_layer_ids=(),
+    index_n_heads=4,
+    index_head_dim=32,
+    index_topk=32,
+    candidate_topk_blocks=16,
+    candidate_block_size=4,
     max_position_embeddings=4096,
 ).with_modes("S S F2 U F1 U X U")
-config = Run(model=model, out="runs/demo", steps=400,
+config = Run(
+    model=model,
+    out="runs/demo",
+    steps=400,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
     optim=Optim(peak=1e-2, final=1e-3, warmup_steps=20),
-    data=Data(seq_len=256, batch_size=8))
+    data=Data(seq_len=256, batch_size=8),
+)

@@ -107,7 +107,9 @@ def adopt(c: Config, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         made[entry.path][entry.index] = entry.adopt(array)
         unread.discard(entry.name)
     if unread:
-        raise ValueError(f"checkpoint holds {len(unread)} tensors this configuration does not have: {sorted(unread)[:5]}")
+        raise ValueError(
+            f"checkpoint holds {len(unread)} tensors this configuration does not have: {sorted(unread)[:5]}"
+        )
     structure = jax.tree.structure(declared, is_leaf=lambda w: isinstance(w, Weight))
     return jax.tree.unflatten(structure, [made[path] for path in leaves(declared)])
 
@@ -121,8 +123,13 @@ def publish(c: Config, tree: Weights) -> dict[str, np.ndarray]:
 def decode_rows(bits: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
     """E4M3 rows with one E8M0 scale a group of 32 columns, to float32 (the n-gram tables' storage)."""
     if scale.shape != (bits.shape[0], -(-bits.shape[1] // SCALE_GROUP)):
-        raise ValueError(f"{name}: one scale per {SCALE_GROUP} columns needs {bits.shape[1] // SCALE_GROUP}, got {scale.shape}")
+        raise ValueError(
+            f"{name}: one scale per {SCALE_GROUP} columns needs {bits.shape[1] // SCALE_GROUP}, got {scale.shape}"
+        )
     if (scale == E8M0_NAN).any():
         raise ValueError(f"{name}: scale byte {E8M0_NAN} is not a number")
     factor = np.ldexp(np.float32(1), scale.astype(np.int32) - E8M0_BIAS)
-    return bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(factor, SCALE_GROUP, axis=1)[:, : bits.shape[1]]
+    return (
+        bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        * np.repeat(factor, SCALE_GROUP, axis=1)[:, : bits.shape[1]]
+    )

@@ -58,9 +58,7 @@ def weights(c: Config, spec: LayerSpec) -> dict[str, Weight]:
     return {"wkv": kv, **gate, "norm": norm(c.head_dim, "kv_latent")}
 
 
-def compress(
-    w: Weights, x: Float[Array, "B T D"], at: Slots, ratio: int, eps: float
-) -> Float[Array, "B S Dh"]:
+def compress(w: Weights, x: Float[Array, "B T D"], at: Slots, ratio: int, eps: float) -> Float[Array, "B S Dh"]:
     """Pool each slot's tokens into one latent, before rotation: norm(sum_j softmax_j(g_j) * kv_j).
 
     The softmax is per channel over the tokens of a slot and runs, like both projections, in float32; ratio 1 has no
@@ -76,7 +74,7 @@ def compress(
 
 def _groups(x: Float[Array, "B T Dh"], shift: Int[Array, "B S"], ratio: int) -> Float[Array, "B S r Dh"]:
     """The tokens of each slot. Shifted views and a select stay local where a gather would cross shards."""
-    b, t, width = x.shape
+    b, _, width = x.shape
     s = shift.shape[1]
     x = jnp.pad(x, ((0, 0), (0, ratio - 1), (0, 0)))
     out = x[:, : s * ratio].reshape(b, s, ratio, width)

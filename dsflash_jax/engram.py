@@ -59,7 +59,8 @@ def layout(c: Config) -> Layout:
     if rows != c.engram_num_embeddings:
         raise ValueError(
             f"engram_num_embeddings={list(c.engram_num_embeddings)}, but the primes from engram_vocab_size="
-            f"{c.engram_vocab_size} with {c.engram_n_heads} heads and n-grams to {c.engram_max_ngram_size} sum to {list(rows)}"
+            f"{c.engram_vocab_size} with {c.engram_n_heads} heads and n-grams to {c.engram_max_ngram_size} "
+            f"sum to {list(rows)}"
         )
     flat = primes.reshape(len(rows), -1)
     bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)

@@ -54,9 +54,7 @@ def mix(w: Weights, sub: str, x: Float[Array, "B T M D"], c: Config) -> Mix:
     return coefficients(linear32(flat, w[f"hc_{sub}_fn"]) * scale, w[f"hc_{sub}_scale"], w[f"hc_{sub}_base"], c)
 
 
-def coefficients(
-    z: Float[Array, "B T MIX"], scale: Float[Array, " 3"], base: Float[Array, " MIX"], c: Config
-) -> Mix:
+def coefficients(z: Float[Array, "B T MIX"], scale: Float[Array, " 3"], base: Float[Array, " MIX"], c: Config) -> Mix:
     """pre = sigmoid(.) + eps, post = 2 sigmoid(.), comb = sinkhorn(.), each from its part of z * scale + base."""
     m = c.hc_mult
     # Tokens go last: arrays whose two minor axes are 4 x 4 would fill a 64th of a vector register.
@@ -94,7 +92,7 @@ def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Ar
 def expand(y: Float[Array, "B T D"], x: Float[Array, "B T M D"], at: Mix) -> Float[Array, "B T M D"]:
     """x'[j] = post[j] y + sum_i comb[i, j] x[i] in float32, cast back; the sum runs over the source index."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
-    # Written out over the few copies: as one product with a [B, T, M, M, D] inside, backward was ten times slower on a CPU.
+    # Written out over the few copies: with a [B, T, M, M, D] product inside, backward was ten times slower on a CPU.
     moved = [
         sum((at.comb[:, :, i, j, None] * x32[:, :, i] for i in range(x.shape[2])), at.post[:, :, j, None] * y32)
         for j in range(x.shape[2])

@@ -31,7 +31,10 @@ def weights(c: Config, spec: LayerSpec) -> dict[str, Weight]:
     init = normal(c.initializer_range)
     out = {
         "wq_b": Weight(
-            (c.q_lora_rank, c.index_n_heads, c.index_head_dim), ("q_latent", "index_heads", "index_dim"), init, matrix=(0, 2)
+            (c.q_lora_rank, c.index_n_heads, c.index_head_dim),
+            ("q_latent", "index_heads", "index_dim"),
+            init,
+            matrix=(0, 2),
         ),
         "weights_proj": Weight((c.hidden_size, c.index_n_heads), ("embed", "index_heads"), init),
     }

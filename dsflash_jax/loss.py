@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dsflash_jax import model
 from dsflash_jax.config import Compute, Config, Objective
-from dsflash_jax.model import Batch
+from dsflash_jax.model import Batch, Setup
 from dsflash_jax.modes import Mode
 from dsflash_jax.params import Weights
 
@@ -53,7 +53,7 @@ def cross_entropy(
 
     Backward computes a chunk's logits again instead of keeping them. Cost: 2 B T D V FLOPs forward.
     """
-    b, t, d = y.shape
+    b, t, _ = y.shape
     chunk = min(chunk, t)
     n = -(-t // chunk)
     pad = n * chunk - t
@@ -78,7 +78,7 @@ def cross_entropy(
 
 
 def index_shares(c: Config, aim: Objective) -> np.ndarray:
-    """Weight of each layer's indexer KL, [L] float32: 1 for a producer taught by itself, 1 / group for a group's mean."""
+    """Weight of each layer's indexer KL, [L] float32: 1 for a producer, 1 / group for each layer of a group's mean."""
     shares = np.zeros(c.num_hidden_layers, np.float32)
     group: list[int] = []
     for i, spec in enumerate(c.table):
@@ -99,8 +99,7 @@ def total(
 
     Each layer's KL is a mean over its queries with at least two visible slots; its balance loss a mean over sequences.
     """
-    assert batch.targets is not None and batch.loss_mask is not None, "a training batch carries targets and loss_mask"
-    y, out = model.forward(c, how, w, batch, aim, key)
+    y, out = model.forward(Setup(c, how, aim), w, batch, key)
     with jax.named_scope("cross_entropy"):
         ce = cross_entropy(w["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
     index = out.index / jnp.maximum(out.index_count, 1.0)

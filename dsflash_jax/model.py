@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, rope
 from dsflash_jax.compressor import Slots
@@ -26,7 +26,19 @@ from dsflash_jax.params import Weight, Weights, leaves, map_weights, norm, norma
 from dsflash_jax.rope import Angles
 
 MIN_BALANCE_TOKENS = 512  # shorter documents of a row form one sequence of the balance loss (training section 3.2)
-SAVED = {"full": ("topk", "candidates"), "selective": ("topk", "candidates", "attn_o", "attn_lse", "attn_out", "ffn_out")}
+SAVED = {
+    "full": ("topk", "candidates"),
+    "selective": ("topk", "candidates", "attn_o", "attn_lse", "attn_out", "ffn_out"),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is fixed while a model runs."""
+
+    config: Config
+    compute: Compute
+    objective: Objective | None = None  # None computes no auxiliary loss
 
 
 @struct.dataclass
@@ -36,8 +48,8 @@ class Batch:
     tokens: Int[Array, "B T"]
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
-    targets: Int[Array, "B T"] | None = None  # next token of the same document
-    loss_mask: Float[Array, "B T"] | None = None  # 1 where a target counts
+    targets: Int[Array, "B T"] = struct.field(default=None)  # next token of the same document; None to infer
+    loss_mask: Float[Array, "B T"] = struct.field(default=None)  # 1 where a target counts; None to infer
     engram_rows: Int[Array, "B T tables N"] | None = None  # n-gram table rows, see `engram.rows`
 
 
@@ -67,12 +79,12 @@ class Stream:
 class Shared:
     """What a Full or Reindex layer makes for the layers after it; None until somebody has."""
 
-    kv: Float[Array, "B S Dh"] | None = None
-    index_keys: Float[Array, "B S Di"] | None = None
-    topk: Int[Array, "B T K"] | None = None
-    candidates: Int[Array, "B T C"] | None = None
-    index_query: Float[Array, "B T Hi Di"] | None = None  # kept for Reuse layers only when they teach, too
-    index_weight: Float[Array, "B T Hi"] | None = None
+    kv: Float[Array, "B S Dh"] = struct.field(default=None)
+    index_keys: Float[Array, "B S Di"] = struct.field(default=None)
+    topk: Int[Array, "B T K"] = struct.field(default=None)
+    candidates: Int[Array, "B T C"] = struct.field(default=None)
+    index_query: Float[Array, "B T Hi Di"] = struct.field(default=None)  # kept only when Reuse layers teach, too
+    index_weight: Float[Array, "B T Hi"] = struct.field(default=None)
 
 
 @struct.dataclass
@@ -173,9 +185,7 @@ def mark(trace: dict[str, Array] | None, name: str, x: Array) -> Array:
 
 
 def layer(
-    c: Config,
-    how: Compute,
-    aim: Objective | None,
+    setup: Setup,
     spec: LayerSpec,
     w: Weights,
     stream: Stream,
@@ -186,8 +196,9 @@ def layer(
     """One layer: n-gram memory if it has one, attention, experts; each sublayer inside its hyper-connection.
 
     A sublayer collapses the stream with the `pre` of the sublayer before it, and its own `pre` goes to the next.
-    `aim` None computes no auxiliary loss (zeros of the same structure come out).
+    Without an objective the auxiliary sums are zeros of the same structure.
     """
+    c = setup.config
     x, pre = stream.x, stream.pre
     note = partial(mark, trace)
     if spec.engram is not None:
@@ -199,13 +210,13 @@ def layer(
         a = hyper.mix(w, "attn", x, c)
         collapsed = note("attn_in", hyper.collapse(x, pre))
         u = rms_norm(collapsed, w["attn_norm"], c.rms_norm_eps)
-        y, shared, index = attention_sublayer(c, how, aim, spec, w["attn"], u, shared, ctx, trace)
+        y, shared, index = attention_sublayer(setup, spec, w["attn"], u, shared, ctx, trace)
         x = hyper.expand(note("attn_out", y), x, a)
     with jax.named_scope("ffn"):
         f = hyper.mix(w, "ffn", x, c)
         collapsed = note("ffn_in", hyper.collapse(x, a.pre))
         v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps)
-        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, how.experts)
+        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, setup.compute.experts)
         y = note("ffn_out", y.reshape(v.shape))
         x = hyper.expand(y, x, f)
     if trace is not None:
@@ -219,9 +230,7 @@ def layer(
 
 
 def attention_sublayer(
-    c: Config,
-    how: Compute,
-    aim: Objective | None,
+    setup: Setup,
     spec: LayerSpec,
     w: Weights,
     u: Float[Array, "B T D"],
@@ -233,6 +242,7 @@ def attention_sublayer(
 
     Returns the output, what later layers share, and the indexer loss as (sum, count).
     """
+    c, how, aim = setup.config, setup.compute, setup.objective
     note = partial(mark, trace)
     at = ctx.angles["compressed" if spec.ratio else "window"]
     latent = attention.query_latent(w, u, c)
@@ -252,15 +262,16 @@ def attention_sublayer(
             candidates=shared.candidates if spec.restricted else None,
             publish=c.candidate_topk_blocks if spec.publishes else 0,
         )  # fmt: skip
-        shared = shared.replace(topk=note("topk", topk))
-        if spec.publishes:
-            shared = shared.replace(candidates=note("candidates", blocks))
+        shared = replace(shared, topk=note("topk", topk))
+        if blocks is not None:
+            shared = replace(shared, candidates=note("candidates", blocks))
         if aim is not None and aim.index_teacher == "group_mean":
-            shared = shared.replace(index_query=iq, index_weight=iw)
-    kv, topk = (shared.kv, shared.topk) if spec.ratio else (None, None)
+            shared = replace(shared, index_query=iq, index_weight=iw)
+    kv: Array | None = shared.kv if spec.ratio else None
+    selected: Array | None = shared.topk if spec.ratio else None
     attend = attention.attend if how.attention == "sparse" else attention.attend_dense
     o, lse = attend(
-        q, window_kv, kv, topk, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk
+        q, window_kv, kv, selected, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk
     )
     if aim is not None and aim.index_weight > 0:
         if spec.selects:
@@ -277,10 +288,8 @@ def _make_kv(
     """What a Full layer makes of its input: rotated KV, and index keys from the latent before rotation."""
     at, eps = ctx.slot_angles[spec.ratio], c.rms_norm_eps
     latent = mark(trace, "latent", compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, eps))
-    keys = indexer.keys(w["indexer"], latent, at, c)
-    return shared.replace(
-        kv=mark(trace, "compress_kv_new", rope.rotate_single(latent, at)), index_keys=mark(trace, "index_k_new", keys)
-    )
+    keys = mark(trace, "index_k_new", indexer.keys(w["indexer"], latent, at, c))
+    return replace(shared, kv=mark(trace, "compress_kv_new", rope.rotate_single(latent, at)), index_keys=keys)
 
 
 def _index_loss(
@@ -296,9 +305,7 @@ def _index_loss(
 
 
 def run(
-    c: Config,
-    how: Compute,
-    aim: Objective | None,
+    setup: Setup,
     nodes: Sequence[Node],
     w: Weights,
     stream: Stream,
@@ -313,52 +320,66 @@ def run(
     outs: list[LayerOut] = []
     for node in nodes:
         below = w[modes.name(node)]
-        if isinstance(node, LayerSpec):
-            trace = None if traces is None else {}
-            body = partial(layer, c, how, aim, node, trace=trace)
-            if how.remat != "none":
-                body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[how.remat]))
-            stream, shared, out = body(below, stream, shared, ctx)
-            ctx = ctx.replace(layer=ctx.layer + 1)
-            outs.append(jax.tree.map(lambda a: a[None], out))
-            if traces is not None:
-                traces.append(trace | ({"compress_topk_idxs": shared.topk} if node.ratio else {}))
-            continue
-        depth = len(modes.flatten(node.body))
-
-        def copy(
-            carry: tuple[Stream, Array | int], slice_: Weights, node: Repeat = node, shared: Shared = shared, depth: int = depth
-        ) -> tuple[tuple[Stream, Array | int], LayerOut]:
-            at = ctx.replace(layer=carry[1])
-            stream, out = run(c, how, aim, node.body, slice_, carry[0], shared, at, traces)
-            return (stream, carry[1] + depth), out
-
-        carry = (stream, jnp.asarray(ctx.layer, jnp.int32))
-        if how.scan and traces is None:
-            carry, out = jax.lax.scan(copy, carry, below)
+        if isinstance(node, Repeat):
+            stream, out = _repeat(setup, node, below, stream, shared, ctx, traces)
+            ctx = replace(ctx, layer=ctx.layer + len(modes.flatten((node,))))
         else:
-            made = []
-            for i in range(node.times):
-                carry, one = copy(carry, jax.tree.map(lambda a: a[i], below))  # noqa: B023
-                made.append(one)
-            out = jax.tree.map(lambda *a: jnp.stack(a), *made)
-        stream, ctx = carry[0], ctx.replace(layer=carry[1])
-        outs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
+            trace: dict[str, Array] | None = None if traces is None else {}
+            body = _remat(setup.compute, partial(layer, setup, node, trace=trace))
+            stream, shared, one = body(below, stream, shared, ctx)
+            out = jax.tree.map(lambda a: a[None], one)
+            ctx = replace(ctx, layer=ctx.layer + 1)
+            if traces is not None and trace is not None:
+                traces.append(trace | ({"compress_topk_idxs": shared.topk} if node.ratio else {}))
+        outs.append(out)
     return stream, jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
 
 
+def _repeat(
+    setup: Setup,
+    node: Repeat,
+    w: Weights,
+    stream: Stream,
+    shared: Shared,
+    ctx: Ctx,
+    traces: list[dict[str, Array]] | None,
+) -> tuple[Stream, LayerOut]:
+    """The copies of a repeat as one scan over their stacked weights, or one by one."""
+    depth = len(modes.flatten(node.body))
+
+    def copy(stream: Stream, turn: tuple[Array, Weights]) -> tuple[Stream, LayerOut]:
+        at = replace(ctx, layer=ctx.layer + turn[0] * depth)
+        return run(setup, node.body, turn[1], stream, shared, at, traces)
+
+    turns = (jnp.arange(node.times, dtype=jnp.int32), w)
+    if setup.compute.scan and traces is None:
+        stream, out = jax.lax.scan(copy, stream, turns)
+    else:
+        made = []
+        for i in range(node.times):
+            stream, one = copy(stream, jax.tree.map(lambda a: a[i], turns))  # noqa: B023
+            made.append(one)
+        out = jax.tree.map(lambda *a: jnp.stack(a), *made)
+    return stream, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+
+
+def _remat(how: Compute, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer function as `how.remat` says; selections are saved by name in every mode, so none is made twice."""
+    if how.remat == "none":
+        return body
+    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[how.remat]))
+
+
 def cast(c: Config, w: Weights, dtype: Any) -> Weights:
-    """Matrix weights in the compute dtype. Declared float32 ones stay, and so do tables: what is read of them is cast."""
+    """Matrix weights in the compute dtype. Declared float32 ones and tables stay: what is read of a table is cast."""
     keep = map_weights(lambda d: d.float32 or d.family == "sinkhorn", declare(c))
     return jax.tree.map(lambda stays, a: a if stays else a.astype(dtype), keep, w)
 
 
 def forward(
-    c: Config,
-    how: Compute,
+    setup: Setup,
     w: Weights,
     batch: Batch,
-    aim: Objective | None = None,
     key: Array | None = None,
     traces: list[dict[str, Array]] | None = None,
 ) -> tuple[Float[Array, "B T D"], LayerOut]:
@@ -367,12 +388,12 @@ def forward(
     `traces` takes one dictionary of intermediate arrays a layer, named as the reference's; it unrolls the layers.
     """
     if traces is not None:  # an array traced inside a recomputed body could not leave it
-        how = dataclasses.replace(how, remat="none")
-    dtype = jnp.dtype(how.dtype)
+        setup = replace(setup, compute=replace(setup.compute, remat="none"))
+    c, dtype = setup.config, jnp.dtype(setup.compute.dtype)
     w = cast(c, w, dtype)
     ctx = context(c, batch, key)
     stream = Stream(*hyper.start(w["embed"][batch.tokens].astype(dtype), c.hc_mult))
-    stream, out = run(c, how, aim, modes.plan(c.table), w["layers"], stream, Shared(), ctx, traces)
+    stream, out = run(setup, modes.plan(c.table), w["layers"], stream, Shared(), ctx, traces)
     folded = hyper.collapse(stream.x, stream.pre)
     if traces is not None:
         traces.append({"final_fold": folded})
@@ -395,6 +416,8 @@ class Model(nn.Module):
     def __call__(self, batch: Batch, objective: Objective | None = None) -> tuple[Array, LayerOut]:
         """Float32 logits [B,T,V] and per-layer sums; training uses `forward` and the chunked loss instead."""
         c = self.config
-        tree = {name: self.param(name, lambda key, n=name: init(c, key)[n]) for name in ("embed", "layers", "norm", "head")}
-        y, out = forward(c, self.compute, tree, batch, objective)
+        tree = {
+            name: self.param(name, lambda key, n=name: init(c, key)[n]) for name in ("embed", "layers", "norm", "head")
+        }
+        y, out = forward(Setup(c, self.compute, objective), tree, batch)
         return logits(tree["head"], y), out

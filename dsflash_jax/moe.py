@@ -40,7 +40,10 @@ def weights(c: Config) -> dict[str, object]:
     d, f, e = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
     init = normal(c.initializer_range)
     bias = Weight((e,), ("experts",), constant(0.0), "rule", float32=True, bare=True)
-    gate: dict[str, Weight] = {"weight": Weight((d, e), ("embed", "experts"), init, float32=True, bare=True), "bias": bias}
+    gate: dict[str, Weight] = {
+        "weight": Weight((d, e), ("embed", "experts"), init, float32=True, bare=True),
+        "bias": bias,
+    }
     if c.vision is not None:
         gate["bias_vl"] = bias
     inward = Weight((e, d, f), ("experts", "embed", "expert_width"), init, matrix=(1, 2))
@@ -174,5 +177,3 @@ def apply(
     if c.n_shared_experts:
         out = out + shared(w["shared_experts"], x, c)
     return out.astype(x.dtype), r
-
-

@@ -41,7 +41,7 @@ class Weight:
     init: Init  # (key, stacked shape, dtype) to array
     family: Family = "muon"  # optimiser family, training section 2.1
     matrix: tuple[int, int] = (0, 1)  # in and out axis of one unit; used by "muon" and "sinkhorn"
-    split: tuple[int, ...] = ()  # widths along the out axis when separate matrices are stored side by side
+    split: tuple[int, ...] = ()  # widths of separate matrices stored side by side: along out, of a table along its rows
     float32: bool = False  # never cast to the compute dtype
     bare: bool = False  # the published name has no ".weight" behind it
     stack: tuple[int, ...] = ()  # lengths of the scans around it, outermost first

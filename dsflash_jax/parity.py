@@ -20,7 +20,7 @@ from rich.table import Table
 
 from dsflash_jax import checkpoint, engram, loss, model
 from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch
+from dsflash_jax.model import Batch, Setup
 from dsflash_jax.params import Weights
 
 Arrays = dict[str, np.ndarray]
@@ -52,7 +52,9 @@ def selection_line(trace: str, name: str, got: np.ndarray, want: np.ndarray) -> 
     return Line(trace, name, "selection", float(differ), 1 - differ / max(len(want), 1), differ == 0)
 
 
-def value_line(trace: str, name: str, got: np.ndarray, want: np.ndarray, tolerance: float, kind: str = "values") -> Line:
+def value_line(
+    trace: str, name: str, got: np.ndarray, want: np.ndarray, tolerance: float, kind: str = "values"
+) -> Line:
     """Compare values; a shape mismatch or a value that is not finite fails."""
     got = np.asarray(got)
     if got.shape != want.shape:
@@ -86,13 +88,15 @@ def traced(c: Config, w: Weights, batch: Batch) -> Arrays:
 
     def run(w: Weights, batch: Batch) -> tuple[list[dict[str, Any]], Any]:
         traces: list[dict[str, Any]] = []
-        y, _ = model.forward(c, STRICT, w, batch, traces=traces)
+        y, _ = model.forward(Setup(c, STRICT), w, batch, traces=traces)
         return traces, model.logits(w["head"], y)
 
     traces, logits = jax.device_get(jax.jit(run)(w, batch))
     out = {f"L{i}.{name}": array for i, trace in enumerate(traces[:-1]) for name, array in trace.items()}
     for name in [n for n in out if n.endswith(".candidates")]:
-        out[name] = block_mask(out[name], c.candidate_block_size, out[name.replace("candidates", "index_k_new")].shape[1])
+        out[name] = block_mask(
+            out[name], c.candidate_block_size, out[name.replace("candidates", "index_k_new")].shape[1]
+        )
     out |= traces[-1] | {"logits": logits, "embed": np.asarray(w["embed"])[np.asarray(batch.tokens)]}
     if batch.engram_rows is not None:
         out["engram_hash_ids"] = np.asarray(batch.engram_rows)
@@ -126,7 +130,7 @@ def gradient_lines(c: Config, w: Weights, batch: Batch, trace: str, recorded: Ar
     """Loss, logits and every parameter gradient; a parameter without a recorded gradient must get exactly zero."""
 
     def mean_nll(w: Weights) -> Any:
-        y, _ = model.forward(c, STRICT, w, batch)
+        y, _ = model.forward(Setup(c, STRICT), w, batch)
         ce = loss.cross_entropy(w["head"], y, batch.targets, batch.loss_mask, STRICT.loss_chunk)
         return ce.nll / ce.tokens, model.logits(w["head"], y)
 

@@ -33,7 +33,11 @@ def frequencies(c: Config, compressed: bool) -> np.ndarray:
         return freq.astype(np.float32)
 
     def turns(rotations: float) -> float:  # channel that makes this many turns over the original length
-        return width * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(theta))
+        return (
+            width
+            * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations))
+            / (2 * math.log(theta))
+        )
 
     low, high = max(math.floor(turns(scaling.beta_fast)), 0), min(math.ceil(turns(scaling.beta_slow)), width - 1)
     ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dsflash_jax import model
 from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch
+from dsflash_jax.model import Batch, Setup
 from dsflash_jax.params import Weights
 
 
@@ -31,7 +31,9 @@ def continue_ids(
         raise ValueError(f"prompt ids must lie in 0..{c.vocab_size - 1}, got {prompt.min()}..{prompt.max()}")
     total = len(prompt) + count
     if total > c.max_position_embeddings:
-        raise ValueError(f"{len(prompt)} prompt ids and {count} new ones exceed max_position_embeddings={c.max_position_embeddings}")
+        raise ValueError(
+            f"{len(prompt)} prompt ids and {count} new ones exceed max_position_embeddings={c.max_position_embeddings}"
+        )
     buffer = jnp.zeros((1, total), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
     step = jax.jit(partial(_next, c, how), static_argnames="greedy", donate_argnames="buffer")
     for at in range(len(prompt), total):
@@ -42,11 +44,18 @@ def continue_ids(
 
 
 def _next(
-    c: Config, how: Compute, w: Weights, buffer: Int[Array, "1 T"], at: Array, key: Array, temperature: Array, greedy: bool
+    c: Config,
+    how: Compute,
+    w: Weights,
+    buffer: Int[Array, "1 T"],
+    at: Array,
+    key: Array,
+    temperature: Array,
+    greedy: bool,
 ) -> Int[Array, "1 T"]:
     """The buffer with the id at row `at` drawn; what lies behind it is not seen, for the model is causal."""
     positions = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None]
-    y, _ = model.forward(c, how, w, Batch(buffer, jnp.ones_like(buffer), positions))
+    y, _ = model.forward(Setup(c, how), w, Batch(buffer, jnp.ones_like(buffer), positions))
     row: Float[Array, " V"] = model.logits(w["head"], jax.lax.dynamic_index_in_dim(y[0], at - 1, keepdims=False))
     drawn = jnp.argmax(row) if greedy else jax.random.categorical(jax.random.fold_in(key, at), row / temperature)
     return buffer.at[0, at].set(drawn.astype(jnp.int32))

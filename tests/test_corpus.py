@@ -115,7 +115,7 @@ def test_empty_split_names_a_setting_that_works(tmp_path):
 def test_split_of_a_document_does_not_depend_on_the_others(tmp_path):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(60)]
     heldout = []
-    for order in (lines, lines[::-1], lines[:30] + ["", *lines[30:]]):
+    for order in (lines, lines[::-1], [*lines[:30], "", *lines[30:]]):
         path = tmp_path / "x.jsonl"
         path.write_text("\n".join(order))
         heldout.append({d.text for d in corpus.part(corpus.load(str(path)), "heldout", 4)})

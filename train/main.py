@@ -38,6 +38,7 @@ class Stop:
         self.asked: str | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         if self.asked:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
@@ -88,7 +89,9 @@ def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> Tra
     """The newest checkpoint, or a fresh state; also says what is about to be trained."""
     declared = leaves(model.declare(config.model)).values()
     size = sum(w.size for w in declared)
-    console.print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {size:,} parameters, layers {config.model.modes}")
+    console.print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {size:,} parameters, layers {config.model.modes}"
+    )
     packed = batches.packed
     console.print(f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens")
     if saver.latest() is None:
@@ -158,9 +161,9 @@ def _blame(config: Run, at: int, made: Metrics) -> str:
     what = f"loss {float(made.report.loss)}" if not np.isfinite(made.report.loss) else "loss finite"
     where = f"gradients of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"step {at}: {what}, not finite: {where if names else 'no gradient'}. The weights are those of step {at - 1}; the "
-        f"last checkpoint in {config.out} is untouched. Lower optim.peak or optim.clip, lengthen optim.warmup_steps, or "
-        "look at the batch of this step; the same command goes on from the checkpoint"
+        f"step {at}: {what}, not finite: {where if names else 'no gradient'}. The weights are those of step {at - 1}, "
+        f"the last checkpoint in {config.out} is untouched. Lower optim.peak or optim.clip, lengthen "
+        "optim.warmup_steps, or look at the batch of this step; the same command goes on from the checkpoint"
     )
 
 

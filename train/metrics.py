@@ -85,9 +85,9 @@ class Screen:
         self.tokens = 0
         columns = (
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(speed_estimate_period=600),
+            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
         )  # fmt: skip
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600)
         self.task = self.bar.add_task("train", total=steps, completed=start, text="compiling")
 
     @property

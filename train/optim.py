@@ -191,11 +191,12 @@ def router_bias_update(bias: Float[Array, "*B E"], counts: Num[Array, "*B E"], r
 
 
 def newton_schulz(x: Float[Array, "*B I O"], steps: tuple[int, int] = (8, 2)) -> Float[Array, "*B I O"]:
-    """The nearest matrix with singular values 1: U V^T of x = U S V^T, up to 6e-4 in a singular value.
+    """The matrix with x's singular vectors and singular values 1: U V^T of x = U S V^T, by ten steps.
 
     X <- X / ||X||_F, then steps[0] times X <- a X + b (X X^T) X + c (X X^T)^2 X with `LIFT`, and steps[1] times with
-    `SETTLE`. Runs on the wide side, in float32 at the highest precision. A zero matrix stays zero; the scale of x
-    does not matter. Source: training 2.2. Cost: 4 m^2 n + 2 m^3 FLOPs a step for m = min(I, O), n = max(I, O).
+    `SETTLE`. Singular values end within 0.06 % of 1 for Gaussian matrices and within 0.2 % at condition 1e4 and 256
+    rows. Works on the wide side, in float32 at the highest precision. A zero matrix stays zero, and the scale of x
+    does not matter. Source: training 2.2. Cost: 4 m^2 n + 2 m^3 FLOPs a step, m = min(I, O), n = max(I, O).
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.astype(jnp.float32)

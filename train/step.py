@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax import loss, model, modes
 from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch
+from dsflash_jax.model import Batch, Setup
 from dsflash_jax.params import Weights, leaves
 from train import optim
 from train.config import Run
@@ -103,5 +103,5 @@ def balance(params: Weights, counts: Float[Array, "L E"], layers: dict[str, np.n
 
 def evaluate(c: Config, how: Compute, params: Weights, batch: Batch) -> loss.CrossEntropy:
     """Cross-entropy sums of a held-out batch, without auxiliary losses."""
-    y, _ = model.forward(c, how, params, batch)
+    y, _ = model.forward(Setup(c, how), params, batch)
     return loss.cross_entropy(params["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
