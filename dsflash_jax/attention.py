@@ -1,0 +1,221 @@
+"""Window and selected-slot attention with one key/value head and a sink (architecture section 5).
+
+`attend` is query-chunked and writes its own backward pass; `attend_dense` is the plain oracle with the same signature.
+Private functions work on one row of the batch, letters t h d for queries, heads and head width, and take keys either
+common to the queries of a chunk, [k, d], or gathered for each query, [t, k, d].
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Sizes = tuple[int, int]  # window, chunk
+Keys = list[tuple[Array, Array]]  # (keys, bool [t, k]: which of them each query attends)
+
+
+def attend(
+    q: Float[Array, "B T H Dh"],
+    window_kv: Float[Array, "B T Dh"],
+    kv: Float[Array, "B S Dh"] | None,
+    topk: Int[Array, "B T K"] | None,
+    sink: Float[Array, " H"],
+    segments: Int[Array, "B T"],
+    *,
+    window: int,
+    chunk: int,
+) -> tuple[Float[Array, "B T H Dh"], Float[Array, "B T H"]]:
+    """One softmax over a sliding window and the selected slots: o = sum_k p_k v_k, v = k.
+
+    p_k = exp(q . k Dh^-0.5) / (exp(sink) + sum_j exp(q . j Dh^-0.5)). The query at row i attends window keys j with
+    i - window < j <= i in its own segment (0 is padding and attends none), and the row slots in `topk` (-1 = absent,
+    no slot twice). A query with nothing to attend gives 0. `kv` and `topk` are None in window-only layers.
+
+    Returns o in q's dtype and lse = log of the whole denominator, sink included, float32. lse is a constant to
+    differentiation: its cotangent is ignored. q and both kv share one dtype; logits, softmax and sums are float32,
+    probabilities meet the values in the values' dtype.
+
+    Cost a chunk: window logits against chunk + window - 1 keys and `topk` rows gathered for `chunk` queries. The
+    backward pass keeps only inputs, o and lse, and adds into one float32 gradient of each kv. Any T, chunk and window
+    of at least 1 work. Source: architecture section 5; training section 4.3.
+    """
+    if topk is not None and topk.shape[-1] == 0:  # a row shorter than one slot
+        kv = topk = None
+    row = partial(_attend, (min(window, q.shape[1]), min(chunk, q.shape[1])))
+    return jax.vmap(row, in_axes=(0, 0, 0, 0, None, 0))(q, window_kv, kv, topk, sink, segments)
+
+
+def attend_dense(
+    q: Float[Array, "B T H Dh"],
+    window_kv: Float[Array, "B T Dh"],
+    kv: Float[Array, "B S Dh"] | None,
+    topk: Int[Array, "B T K"] | None,
+    sink: Float[Array, " H"],
+    segments: Int[Array, "B T"],
+    *,
+    window: int,
+    chunk: int,
+) -> tuple[Float[Array, "B T H Dh"], Float[Array, "B T H"]]:
+    """The oracle of `attend`: T x (T + S) logits and masks, plain differentiation; `chunk` changes nothing."""
+    del chunk
+    i, j = jnp.arange(q.shape[1])[None, :, None], jnp.arange(q.shape[1])[None, None, :]
+    near = (i - window < j) & (j <= i) & (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, :, None]
+    keys, mask = window_kv, near
+    if kv is not None:
+        keys = jnp.concatenate([window_kv, kv], axis=1)
+        mask = jnp.concatenate([near, jax.vmap(partial(mark, length=kv.shape[1]))(topk)], axis=-1)
+    logits = jax.vmap(dot)(q, keys) * q.shape[-1] ** -0.5
+    logits = jnp.where(mask[:, :, None, :], logits, -jnp.inf)  # [B, T, H, T + S]
+    sinks = jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (*logits.shape[:-1], 1))
+    logits = jnp.concatenate([sinks, logits], axis=-1)
+    p = jax.nn.softmax(logits, axis=-1)[..., 1:]
+    o = jax.vmap(_mix)(p, keys).astype(q.dtype)
+    return o, jax.lax.stop_gradient(jax.nn.logsumexp(logits, axis=-1))
+
+
+def chunks(x: Array, size: int) -> Array:
+    """[T, ...] cut into [n, size, ...]; zeros fill up the last chunk."""
+    count = -(-x.shape[0] // size)
+    x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(count, size, *x.shape[1:])
+
+
+def unchunk(x: Array, length: int) -> Array:
+    """The first `length` entries of what `chunks` cut."""
+    return x.reshape(-1, *x.shape[2:])[:length]
+
+
+def dot(q: Float[Array, "T H Dh"], keys: Float[Array, "*T K Dh"]) -> Float[Array, "T H K"]:
+    """q . k for keys common to the queries, or gathered for each; float32."""
+    return jnp.einsum("thd,kd->thk" if keys.ndim == 2 else "thd,tkd->thk", q, keys, preferred_element_type=jnp.float32)
+
+
+def gather(x: Float[Array, "S D"], ids: Int[Array, "T K"]) -> Float[Array, "T K D"]:
+    """Rows of x; an absent id (-1) gives some row, which the caller masks."""
+    return x.at[jnp.maximum(ids, 0)].get(mode="clip")
+
+
+def scatter_add(x: Float[Array, "S D"], ids: Int[Array, "T K"], rows: Float[Array, "T K D"]) -> Float[Array, "S D"]:
+    """x plus each row at its id, in x's dtype; absent ids (-1) add nothing."""
+    return x.at[jnp.where(ids < 0, x.shape[0], ids)].add(rows.astype(x.dtype), mode="drop")
+
+
+def mark(ids: Int[Array, "T K"], length: int) -> Bool[Array, "T {length}"]:
+    """Which of 0 .. length - 1 each query lists; -1 lists none."""
+    queries = jnp.arange(ids.shape[0])[:, None]
+    ids = jnp.where(ids < 0, length, ids)
+    return jnp.zeros((ids.shape[0], length), bool).at[queries, ids].set(True, mode="drop")
+
+
+def _mix(p: Array, keys: Array) -> Array:
+    """sum_k p_k keys_k, [t, h, d] float32."""
+    spec = "thk,kd->thd" if keys.ndim == 2 else "thk,tkd->thd"
+    return jnp.einsum(spec, p.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+
+
+def _spread(p: Array, x: Array, keys: Array) -> Array:
+    """The transpose of `_mix`: sum over heads (and over queries for common keys) of p x, keys' shape, float32."""
+    spec = "thk,thd->kd" if keys.ndim == 2 else "thk,thd->tkd"
+    return jnp.einsum(spec, p.astype(x.dtype), x, preferred_element_type=jnp.float32)
+
+
+def _halo(x: Array, window: int, chunk: int) -> Array:
+    """x [T, ...] with zero rows (segment 0) for the window before row 0 and for what the last chunk lacks."""
+    return jnp.pad(x, [(window - 1, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1))
+
+
+def _keys(near: Array, near_segments: Array, kv: Array | None, start: Array, topk: Array | None, sizes: Sizes) -> Keys:
+    """What the chunk of queries at row `start` attends: a slice of the halo's window keys, and its selected rows."""
+    window, chunk = sizes
+    with jax.named_scope("window"):
+        reach = chunk + window - 1  # query i of the chunk is entry i + window - 1, its oldest key entry i
+        segments = jax.lax.dynamic_slice_in_dim(near_segments, start, reach)
+        own = segments[window - 1 :, None]
+        i, j = jnp.arange(chunk)[:, None], jnp.arange(reach)[None, :]
+        mask = (i <= j) & (j < i + window) & (segments[None, :] == own) & (own > 0)
+        keys = [(jax.lax.dynamic_slice_in_dim(near, start, reach), mask)]
+    if kv is not None:
+        with jax.named_scope("selected"):
+            keys.append((gather(kv, topk), topk >= 0))
+    return keys
+
+
+def _logits(q: Array, keys: Array, mask: Array) -> Array:
+    """Scaled logits [t, h, k], -inf where the mask says no."""
+    return jnp.where(mask[:, None, :], dot(q, keys) * q.shape[-1] ** -0.5, -jnp.inf)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    sizes: Sizes, q: Array, window_kv: Array, kv: Array | None, topk: Array | None, sink: Array, segments: Array
+) -> tuple[Array, Array]:
+    """`attend` of one row."""
+    window, chunk = sizes
+    near, near_segments = _halo(window_kv, window, chunk), _halo(segments, window, chunk)
+    sink = sink.astype(jnp.float32)[None, :]
+
+    def step(x: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        start, q, topk = x
+        keys = _keys(near, near_segments, kv, start, topk, sizes)
+        logits = [_logits(q, k, mask) for k, mask in keys]
+        top = reduce(jnp.maximum, [x.max(axis=-1) for x in logits], sink)  # finite, for the sink is
+        weights = [jnp.exp(x - top[..., None]) for x in logits]
+        total = sum((p.sum(axis=-1) for p in weights), jnp.exp(sink - top))
+        o = sum(_mix(p, k) for p, (k, _) in zip(weights, keys, strict=True)) / total[..., None]
+        return o.astype(q.dtype), top + jnp.log(total)
+
+    with jax.named_scope("attend"):
+        o, lse = jax.lax.map(step, _per_chunk(chunk, q, topk))
+    return unchunk(o, len(q)), unchunk(lse, len(q))
+
+
+def _per_chunk(chunk: int, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """Chunks of the arrays behind the row at which each chunk starts. Rows that fill up the last one select slot 0;
+    their output is cut off and their cotangent is 0."""
+    cut = jax.tree.map(lambda x: chunks(x, chunk), arrays)
+    return (jnp.arange(len(cut[0]), dtype=jnp.int32) * chunk, *cut)
+
+
+def _attend_forward(sizes: Sizes, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
+    o, lse = _attend(sizes, *inputs)
+    return (o, lse), (*inputs, o, lse)
+
+
+def _attend_backward(
+    sizes: Sizes, saved: tuple[Array | None, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    """dz = p (do . v - do . o), dq = sum dz k, dk = sum dz q + p do, dsink = -p_sink do . o; p again from lse."""
+    q, window_kv, kv, topk, sink, segments, o, lse = saved
+    window, chunk = sizes
+    d_o = cotangents[0]  # that of lse is dropped: lse is a constant
+    near, near_segments = _halo(window_kv, window, chunk), _halo(segments, window, chunk)
+    delta = jnp.sum(o.astype(jnp.float32) * d_o.astype(jnp.float32), axis=-1)  # [T, H]
+    d_sink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :] - lse) * delta, axis=0)
+
+    def step(d_kv: tuple[Array, Array | None], x: tuple[Array | None, ...]) -> tuple[tuple[Array, Array | None], Array]:
+        start, q, topk, d_o, delta, lse = x
+        d_q, d_keys = jnp.zeros_like(q, dtype=jnp.float32), []
+        for keys, mask in _keys(near, near_segments, kv, start, topk, sizes):
+            p = jnp.exp(_logits(q, keys, mask) - lse[..., None])
+            d_logits = p * (dot(d_o, keys) - delta[..., None]) * q.shape[-1] ** -0.5
+            d_q += _mix(d_logits, keys)
+            d_keys.append(_spread(d_logits, q, keys) + _spread(p, d_o, keys))
+        d_near, d_slots = d_kv
+        reached = jax.lax.dynamic_slice_in_dim(d_near, start, len(d_keys[0]))
+        d_near = jax.lax.dynamic_update_slice_in_dim(d_near, reached + d_keys[0], start, axis=0)
+        if d_slots is not None:
+            d_slots = scatter_add(d_slots, topk, d_keys[1])
+        return (d_near, d_slots), d_q.astype(q.dtype)
+
+    with jax.named_scope("attend_backward"):
+        zeros = jax.tree.map(partial(jnp.zeros_like, dtype=jnp.float32), (near, kv))
+        (d_near, d_slots), d_q = jax.lax.scan(step, zeros, _per_chunk(chunk, q, topk, d_o, delta, lse))
+    d_window_kv = d_near[window - 1 :][: len(q)].astype(window_kv.dtype)
+    d_slots = None if kv is None else d_slots.astype(kv.dtype)
+    return unchunk(d_q, len(q)), d_window_kv, d_slots, None, d_sink.astype(sink.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
