@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 from dsflash_jax.attention import attend, attend_dense
 
 GOLDEN = Path(__file__).parent / "golden" / "ops"
+compiled = jax.jit(attend, static_argnames=("window", "chunk"))
 NO_SINK = -1e9  # exp(sink) vanishes beside any logit of these tests
 
 
@@ -56,7 +57,7 @@ def attended(rows, topk, window, chunk, slots):
     kv = jnp.broadcast_to(values[length:], (batch, slots, length + slots))
     q = jnp.zeros((batch, length, 1, length + slots), jnp.float32)
     sink = jnp.full((1,), NO_SINK, jnp.float32)
-    o, _ = attend(q, window_kv, kv if slots else None, topk, sink, rows, window=window, chunk=chunk)
+    o, _ = compiled(q, window_kv, kv if slots else None, topk, sink, rows, window=window, chunk=chunk)
     return np.asarray(o[:, :, 0] > 0)
 
 
@@ -64,7 +65,7 @@ def test_selected_slots_match_the_reference():
     g = np.load(GOLDEN / "sparse_attention.npz")
     q, kv, topk, sink = (jnp.asarray(g[name]) for name in ("q", "kv", "idx", "sink"))
     nothing = jnp.zeros(q.shape[:2], jnp.int32)  # padding attends no window key
-    o, _ = attend(q, jnp.zeros((*q.shape[:2], q.shape[-1])), kv, topk, sink, nothing, window=1, chunk=2)
+    o, _ = compiled(q, jnp.zeros((*q.shape[:2], q.shape[-1])), kv, topk, sink, nothing, window=1, chunk=2)
     np.testing.assert_allclose(o, g["out"], atol=2e-6)  # sums of 90 float32 terms in another order
 
 
@@ -73,7 +74,7 @@ def test_bfloat16_matches_the_reference_with_rounded_probabilities():
     q, kv = (jnp.asarray(g[name], jnp.bfloat16) for name in ("q", "kv"))
     nothing = jnp.zeros(q.shape[:2], jnp.int32)
     window_kv = jnp.zeros((*q.shape[:2], q.shape[-1]), jnp.bfloat16)
-    o, lse = attend(q, window_kv, kv, jnp.asarray(g["idx"]), jnp.asarray(g["sink"]), nothing, window=1, chunk=2)
+    o, lse = compiled(q, window_kv, kv, jnp.asarray(g["idx"]), jnp.asarray(g["sink"]), nothing, window=1, chunk=2)
     assert o.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
     # Inputs rounded to 8 bits move logits of size about 4 by 4 * 2^-9 each, and o, of size about 1, by as much.
     np.testing.assert_allclose(o.astype(jnp.float32), g["out_bf16p"], atol=3e-2)
@@ -123,13 +124,12 @@ SHAPES = {
 def value_and_gradients(function, arrays, constants, weights, **static):
     """o, lse and the gradients of sum(o * weights) to every floating input."""
 
-    def total(arrays):
+    def total(arrays, topk, segments, weights):
         q, window_kv, kv, sink = arrays
-        topk, segments = constants
         o, lse = function(q, window_kv, kv, topk, sink, segments, **static)
         return jnp.sum(o * weights), (o, lse)
 
-    (_, out), gradients = jax.value_and_grad(total, has_aux=True)(arrays)
+    (_, out), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(arrays, *constants, weights)
     return *out, gradients
 
 
@@ -206,8 +206,8 @@ def test_large_visible_logits_stay_finite():
 
 def test_nan_in_one_row_of_the_batch_stays_there():
     q, window_kv, kv, topk, sink, segments = inputs([([9], 9), ([4, 5], 9)], 2, 2)
-    clean, _ = attend(q, window_kv, kv, topk, sink, segments, window=3, chunk=4)
-    broken, _ = attend(
+    clean, _ = compiled(q, window_kv, kv, topk, sink, segments, window=3, chunk=4)
+    broken, _ = compiled(
         q, window_kv.at[0].set(jnp.nan), kv.at[0].set(jnp.nan), topk, sink, segments, window=3, chunk=4
     )
     assert jnp.isnan(broken[0]).any()
@@ -218,19 +218,19 @@ def test_other_document_does_not_change_a_bit():
     rows = [([5, 6], 11)]
     q, window_kv, kv, topk, sink, segments = inputs(rows, 2, 2)
     other_q, other_window, other_kv, _, _, _ = inputs(rows, 2, 2, seed=5)
-    first, _ = attend(q, window_kv, kv, topk, sink, segments, window=4, chunk=4)
+    first, _ = compiled(q, window_kv, kv, topk, sink, segments, window=4, chunk=4)
     mine = segments == 2
     q = jnp.where(mine[..., None, None], q, other_q)
     window_kv = jnp.where(mine[..., None], window_kv, other_window)
     kv = kv.at[:, :2].set(other_kv[:, :2])  # the slots of the first document
-    second, _ = attend(q, window_kv, kv, topk, sink, segments, window=4, chunk=4)
+    second, _ = compiled(q, window_kv, kv, topk, sink, segments, window=4, chunk=4)
     np.testing.assert_array_equal(first[mine], second[mine])
 
 
 def test_window_of_one_repeats_a_repeated_token():
     q, window_kv, _, _, sink, segments = inputs([([64], 64)], 2, 1)
     q, window_kv = (jnp.broadcast_to(x[:, :1], x.shape) for x in (q, window_kv))
-    o, _ = attend(q, window_kv, None, None, sink, segments, window=1, chunk=7)
+    o, _ = compiled(q, window_kv, None, None, sink, segments, window=1, chunk=7)
     np.testing.assert_allclose(o, jnp.broadcast_to(o[:, :1], o.shape), atol=1e-6)
 
 
