@@ -8,6 +8,7 @@ common to the queries of a chunk, [k, d], or gathered for each query, [t, k, d].
 from __future__ import annotations
 
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def attend_dense(
     i, j = jnp.arange(q.shape[1])[None, :, None], jnp.arange(q.shape[1])[None, None, :]
     near = (i - window < j) & (j <= i) & (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, :, None]
     keys, mask = window_kv, near
-    if kv is not None:
+    if kv is not None and topk is not None:
         keys = jnp.concatenate([window_kv, kv], axis=1)
         mask = jnp.concatenate([near, jax.vmap(partial(mark, length=kv.shape[1]))(topk)], axis=-1)
     logits = jax.vmap(dot)(q, keys) * q.shape[-1] ** -0.5
@@ -172,7 +173,7 @@ def _halo(x: Array, window: int, chunk: int) -> Array:
     return jnp.pad(x, [(window - 1, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _keys(near: Array, near_segments: Array, kv: Array | None, start: Array, topk: Array | None, sizes: Sizes) -> Keys:
+def _keys(near: Array, near_segments: Array, kv: Any, start: Array, topk: Any, sizes: Sizes) -> Keys:
     """What the chunk of queries at row `start` attends: a slice of the halo's window keys, and its selected rows."""
     window, chunk = sizes
     with jax.named_scope("window"):
@@ -217,21 +218,19 @@ def _attend(
     return unchunk(o, len(q)), unchunk(lse, len(q))
 
 
-def _per_chunk(chunk: int, *arrays: Array | None) -> tuple[Array | None, ...]:
+def _per_chunk(chunk: int, *arrays: Array | None) -> tuple[Any, ...]:
     """Chunks of the arrays behind the row at which each chunk starts. Rows that fill up the last one select slot 0;
     their output is cut off and their cotangent is 0."""
     cut = jax.tree.map(lambda x: chunks(x, chunk), arrays)
     return (jnp.arange(len(cut[0]), dtype=jnp.int32) * chunk, *cut)
 
 
-def _attend_forward(sizes: Sizes, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
+def _attend_forward(sizes: Sizes, *inputs: Any) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     o, lse = _attend(sizes, *inputs)
     return (o, lse), (*inputs, o, lse)
 
 
-def _attend_backward(
-    sizes: Sizes, saved: tuple[Array | None, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
+def _attend_backward(sizes: Sizes, saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Array | None, ...]:
     """dz = p (do . v - do . o), dq = sum dz k, dk = sum dz q + p do, dsink = -p_sink do . o; p again from lse."""
     q, window_kv, kv, topk, sink, segments, o, lse = saved
     window, chunk = sizes
@@ -240,7 +239,7 @@ def _attend_backward(
     delta = jnp.sum(o.astype(jnp.float32) * d_o.astype(jnp.float32), axis=-1)  # [T, H]
     d_sink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :] - lse) * delta, axis=0)
 
-    def step(d_kv: tuple[Array, Array | None], x: tuple[Array | None, ...]) -> tuple[tuple[Array, Array | None], Array]:
+    def step(d_kv: tuple[Array, Any], x: tuple[Any, ...]) -> tuple[tuple[Array, Any], Array]:
         start, q, topk, d_o, delta, lse = x
         d_q, d_keys = jnp.zeros_like(q, dtype=jnp.float32), []
         for keys, mask in _keys(near, near_segments, kv, start, topk, sizes):

@@ -9,7 +9,7 @@ queries, index heads and index width.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +177,7 @@ def _select(
     slots, size = len(keys), min(chunk, len(q))
     tiles = chunks(keys, min(key_chunk, slots))
 
-    def step(x: tuple[Array | None, ...]) -> tuple[Array, Array | None]:
+    def step(x: tuple[Any, ...]) -> tuple[Array, Array | None]:
         q, w, base, visible, candidates = x
         with jax.named_scope("index_scores"):
             score = jnp.moveaxis(jax.lax.map(lambda tile: _scores(q, w, tile), tiles), 0, 1)  # [t, tiles, key_chunk]
@@ -240,7 +240,7 @@ class Target(NamedTuple):
 
     log_p: Array  # [t, k] float32, on the supervised slots
     mask: Array  # [t, k] bool: which slots are supervised; none for queries that are left out
-    ids: Array | None  # [t, k] row slots, None when they are all slots of the row
+    ids: Any  # [t, k] row slots, None when they are all slots of the row
 
 
 def _target(a: Attention, kv: Array, dense: bool) -> Target:
