@@ -12,7 +12,8 @@ Rounding is to nearest, ties to the even code; what exceeds the largest code sat
 Every result is the same under jit, eagerly and on every backend. Compilers may turn a division into a product with the
 reciprocal and flush subnormal numbers to zero, so no result here depends on how a division rounds (`_nearest` decides
 by exact products) and powers of two are read from and written to exponent bits. float8_e8m0fnu casts round to the
-nearest power and would break the ceil rule.
+nearest power and would break the ceil rule. The public functions are jitted: some forty small operations are one
+compilation when called outside a jitted step.
 
 A NaN or an infinity in a group makes the scale NaN (byte 255 in E8M0, 127 in E4M3), so that the whole group decodes to
 NaN: E2M1 has no code for it, and a finite value would hide the fault. Source: architecture section 3, training
@@ -37,6 +38,7 @@ from dsflash_jax import ops
 BIAS = 127  # of a float32 exponent field, and of an E8M0 byte
 FRACTION = 23  # fraction bits of a float32
 E8M0_NAN = 255
+Stored = Array | np.ndarray  # bytes as a file holds them, of any one-byte dtype
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,15 @@ FP8_WEIGHT_FLOOR = 448 * 2.0**-126
 class Packed:
     """Stored codes and scales: uint8, `[*B, N / codes a byte]` and `[*B, N / group]`.
 
-    E2M1 has two codes a byte, the even element in the low nibble.
+    E2M1 has two codes a byte, the even element in the low nibble. The types stay open because JAX rebuilds a record
+    around placeholders, axis numbers and shardings.
     """
 
-    codes: UInt8[Array, "*B C"]
-    scales: UInt8[Array, "*B S"]
+    codes: Any
+    scales: Any
 
 
+@partial(jax.jit, static_argnames="fmt")
 def encode(x: Float[Array, "*B N"], fmt: Format) -> Packed:
     """Quantise each group of the last axis and pack it. Raises ValueError when N is no multiple of the group."""
     groups = _split(x, fmt)
@@ -104,14 +108,15 @@ def encode(x: Float[Array, "*B N"], fmt: Format) -> Packed:
     return Packed(_pack(codes.reshape(x.shape), fmt), scales.astype(jnp.uint8)[..., 0])
 
 
+@partial(jax.jit, static_argnames=("fmt", "dtype"))
 def decode(packed: Packed, fmt: Format, dtype: Any) -> Float[Array, "*B N"]:
     """The values value(code) * value(scale), exact in bfloat16 too. Raises ValueError when the shapes disagree."""
     codes, scales = _unpack(_bytes(packed.codes, "codes"), fmt), _bytes(packed.scales, "scales")
     expected = (*codes.shape[:-1], codes.shape[-1] // fmt.group)
     if codes.shape[-1] % fmt.group or scales.shape != expected:
         raise ValueError(
-            f"{fmt.name} has one scale per {fmt.group} values: codes {packed.codes.shape} hold {codes.shape}, which needs "
-            f"scales {expected}, got {scales.shape}; check the block size the scales were written with"
+            f"{fmt.name} has one scale per {fmt.group} values: codes {packed.codes.shape} hold {codes.shape}, which "
+            f"needs scales {expected}, got {scales.shape}; check the block size the scales were written with"
         )
     groups = codes.reshape(*scales.shape, fmt.group)
     magnitudes = _dequantise(_value(groups, fmt.values), scales.astype(jnp.int32)[..., None], fmt)
@@ -119,6 +124,7 @@ def decode(packed: Packed, fmt: Format, dtype: Any) -> Float[Array, "*B N"]:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
+@partial(jax.jit, static_argnames="fmt")
 def fake(x: Float[Array, "*B N"], fmt: Format) -> Float[Array, "*B N"]:
     """decode(encode(x)) in x's dtype without the bytes between; the gradient is the identity everywhere.
 
@@ -144,7 +150,8 @@ def linear_q8(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, 
     return ops.contract(fake(x, Q8), w, ops.HIGHEST).astype(x.dtype)
 
 
-def decode_fp8_weight(codes: Array, scales: Array, dtype: Any) -> Float[Array, "*B O I"]:
+@partial(jax.jit, static_argnames="dtype")
+def decode_fp8_weight(codes: Stored, scales: Stored, dtype: Any) -> Float[Array, "*B O I"]:
     """Checkpoint FP8 weight: E4M3 [*B, O, I] times an E8M0 grid [*B, ceil(O/32), ceil(I/32)].
 
     The last row and column of tiles may be partial. Arrays are uint8 or the float8 dtypes. Raises ValueError otherwise
@@ -155,13 +162,14 @@ def decode_fp8_weight(codes: Array, scales: Array, dtype: Any) -> Float[Array, "
     expected = (*bits.shape[:-2], -(-rows // TILE), -(-columns // TILE))
     if grid.shape != expected:
         raise ValueError(
-            f"FP8 weight {bits.shape} has one scale per {TILE} x {TILE} tile: expected scales {expected}, got {grid.shape}; "
-            "check the tile size the scales were written with, and that neither array is transposed"
+            f"FP8 weight {bits.shape} has one scale per {TILE} x {TILE} tile: expected scales {expected}, got "
+            f"{grid.shape}; check the tile size the scales were written with, and that neither array is transposed"
         )
     scale = _expand(grid)[..., :rows, :columns].astype(jnp.int32)
     return _negate(_times_power(_value(bits, E4M3), scale), bits >> E4M3.sign != 0).astype(dtype)
 
 
+@jax.jit
 def encode_fp8_weight(w: Float[Array, "*B O I"]) -> Packed:
     """Quantise a weight for the checkpoint: one scale 2^ceil(log2(amax / 448)) per 32 x 32 tile, partial ones too.
 
@@ -178,12 +186,12 @@ def encode_fp8_weight(w: Float[Array, "*B O I"]) -> Packed:
     return Packed(codes, scales.astype(jnp.uint8)[..., :, 0, :, 0])
 
 
-def decode_fp4_weight(packed: Array, scales: Array, dtype: Any) -> Float[Array, "*B O I"]:
+def decode_fp4_weight(packed: Stored, scales: Stored, dtype: Any) -> Float[Array, "*B O I"]:
     """Checkpoint FP4 weight (MXFP4): E2M1 pairs [*B, O, I/2] as int8 or uint8, E8M0 scales [*B, O, I/32].
 
     Raises ValueError when the scales are not one per 32 values: a width of I/16 is another format.
     """
-    return decode(Packed(packed, scales), Q4X32, dtype)
+    return decode(Packed(_bytes(packed, "packed"), _bytes(scales, "scales")), Q4X32, dtype)
 
 
 def encode_fp4_weight(w: Float[Array, "*B O I"]) -> Packed:
@@ -200,12 +208,14 @@ def check_e8m0(scales: np.ndarray, name: str) -> np.ndarray:
     if scales.dtype == ml_dtypes.float8_e8m0fnu:
         scales = scales.view(np.uint8)
     if scales.dtype != np.uint8:
-        raise ValueError(f"{name}: expected E8M0 scale bytes as uint8 or float8_e8m0fnu, got {scales.dtype}; view the bytes")
+        raise ValueError(
+            f"{name}: expected E8M0 scale bytes as uint8 or float8_e8m0fnu, got {scales.dtype}; view the stored bytes"
+        )
     bad = np.argwhere(scales == E8M0_NAN)
     if len(bad):
         place = tuple(int(i) for i in bad[0])
         raise ValueError(
-            f"{name}{list(place)}: scale byte {E8M0_NAN} is NaN, expected 0..254 ({len(bad)} of {scales.size} bytes are); "
+            f"{name}{list(place)}: scale byte {E8M0_NAN} is NaN, expected 0..254 ({len(bad)} of {scales.size} are); "
             "the file is damaged or was written from a weight with NaN, export it again"
         )
     return scales
@@ -239,10 +249,12 @@ def _split(x: Array, fmt: Format) -> Array:
     return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // fmt.group, fmt.group)
 
 
-def _bytes(x: Array, what: str) -> Array:
+def _bytes(x: Stored, what: str) -> Array:
     """An array of any one-byte dtype as uint8; refuses numbers that stand for bytes."""
     if x.dtype.itemsize != 1:
-        raise ValueError(f"{what}: expected one byte an entry (uint8, int8 or float8), got {x.dtype}; pass the stored bytes")
+        raise ValueError(
+            f"{what}: expected one byte an entry (uint8, int8 or float8), got {x.dtype}; pass the stored bytes"
+        )
     return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
@@ -294,8 +306,9 @@ def _quantise(x: Float32[Array, "*B n g"], scales: Int32[Array, "*B n 1"], fmt: 
     return _nearest(jnp.abs(x), _value(scales, E4M3), fmt.values)
 
 
-def _dequantise(codes: Float32[Array, "*B n g"], scales: Int32[Array, "*B n 1"], fmt: Format) -> Float32[Array, "*B n g"]:
-    return _times_power(codes, scales) if fmt.scale == "e8m0" else codes * _value(scales, E4M3)
+def _dequantise(x: Float32[Array, "*B n g"], scales: Int32[Array, "*B n 1"], fmt: Format) -> Float32[Array, "*B n g"]:
+    """Magnitudes of codes times their scale."""
+    return _times_power(x, scales) if fmt.scale == "e8m0" else x * _value(scales, E4M3)
 
 
 def _power_byte(x: Float32[Array, "*B"]) -> Int32[Array, "*B"]:
@@ -311,17 +324,17 @@ def _power(byte: Int32[Array, "*B"]) -> Float32[Array, "*B"]:
     return jnp.where(byte == E8M0_NAN, jnp.nan, _float(special))
 
 
-def _over_power(x: Float32[Array, "*B"], byte: Int32[Array, "*B"]) -> Float32[Array, "*B"]:
+def _over_power(x: Float32[Array, "*B"], byte: Int32[Array, "*C"]) -> Float32[Array, "*B"]:
     """x / 2^(byte - 127) for x >= 0 and byte >= 1, exact: a subnormal x is read as the integer its bits are."""
     bits = _bits(x)
     lifted = bits.astype(jnp.float32) * _power(jnp.maximum(BIAS + 1 - FRACTION - byte, 1))
     return jnp.where(bits < 1 << FRACTION, lifted, x * _power(jnp.maximum(2 * BIAS - byte, 1)))
 
 
-def _times_power(x: Float32[Array, "*B"], byte: Int32[Array, "*B"]) -> Float32[Array, "*B"]:
+def _times_power(x: Float32[Array, "*B"], byte: Int32[Array, "*C"]) -> Float32[Array, "*B"]:
     """x * 2^(byte - 127) for a MiniFloat x >= 0, exact: a subnormal result is written as the integer its bits are."""
     normal = x * jnp.where(byte == 0, jnp.float32(0.5), jnp.float32(1)) * _power(jnp.maximum(byte, 1))
-    # In units of the smallest subnormal, 2^-149. The bound only keeps the power finite: large bytes give normal results.
+    # In units of the smallest subnormal, 2^-149. Large bytes give normal results: the bound keeps the power finite.
     units = x * _power(jnp.minimum(byte + FRACTION + BIAS - 1, 2 * BIAS))
     subnormal = (units < 1 << FRACTION) & (byte != E8M0_NAN)
     return jnp.where(subnormal, _float(units.astype(jnp.int32)), normal)
