@@ -41,6 +41,27 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
 
+    train = add(
+        commands,
+        run_train,
+        "train",
+        "train a model, or go on from its newest checkpoint",
+        "Train with progress, held-out evaluation, checkpoints and a sample; Ctrl-C saves; the same command goes on.",
+        "dsflash train demo steps=50 optim.peak=5e-3 out=runs/short",
+    )
+    train.add_argument("config", metavar="CONFIG", help="a name in configs/, or a Python file that defines config")
+    add_overrides(train)
+
+    parity = add(
+        commands,
+        run_parity,
+        "parity",
+        "compare the model with recorded arrays of the published reference",
+        "Run every covered trace of a folder and print a line an array; exit status 1 on a miss.",
+        "dsflash parity tests/golden/tiny_text",
+    )
+    parity.add_argument("folder", metavar="DIR", type=Path, help="config.json, weights.npz, inputs.npz and traces")
+
     modes = add(
         commands,
         run_modes,
@@ -90,6 +111,30 @@ def write_json(path: Path | None, result: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """`dsflash train`."""
+    run = read_config(arguments.config, arguments.overrides)
+    from train import main as training
+    from train.config import Run
+
+    if not isinstance(run, Run):
+        refuse(f"{arguments.config} describes a model only; training needs a run with data, optim and steps, like demo")
+    try:
+        return training.run(run, arguments.json)
+    except ValueError as error:
+        refuse(error)
+
+
+def run_parity(arguments: argparse.Namespace) -> int:
+    """`dsflash parity`."""
+    from dsflash_jax import parity
+
+    try:
+        return parity.main(arguments.folder, arguments.json)
+    except ValueError as error:
+        refuse(error)
 
 
 def run_modes(arguments: argparse.Namespace) -> int:

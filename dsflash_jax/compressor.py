@@ -7,6 +7,8 @@ Source: architecture sections 6 and 7, training section 1.2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -22,11 +24,11 @@ from dsflash_jax.params import Weight, Weights, norm, normal
 class Slots:
     """Layout of one ratio's slots in packed rows."""
 
-    segments: Int[Array, "B S"]  # document of a slot, 0 where no group starts
-    positions: Int[Array, "B S"]  # index of the slot inside its document
-    shift: Int[Array, "B S"]  # row index of the group's first token minus slot * ratio
-    base: Int[Array, "B T"]  # row slot of the query's document's slot 0
-    visible: Int[Array, "B T"]  # slots of its document that a query sees: (position + 1) // ratio, 0 for padding
+    segments: Any  # int [B, S]: document of a slot, 0 where no group starts
+    positions: Any  # int [B, S]: index of the slot inside its document
+    shift: Any  # int [B, S]: row index of the group's first token minus slot * ratio
+    base: Any  # int [B, T]: row slot of the query's document's slot 0
+    visible: Any  # int [B, T]: slots of its document that a query sees: (position + 1) // ratio, 0 for padding
 
 
 def slots(segments: Int[Array, "B T"], positions: Int[Array, "B T"], ratio: int) -> Slots:

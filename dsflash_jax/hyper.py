@@ -6,6 +6,8 @@ that the sublayer before it computed. Source: architecture section 4.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -22,9 +24,9 @@ GATE_INIT = 0.01  # initial scale of the dynamic part; 1.0 was seen to double bl
 class Mix:
     """Coefficients of one sublayer, float32."""
 
-    pre: Float[Array, "B T M"]  # collapses the copies for the NEXT sublayer
-    post: Float[Array, "B T M"]  # writes this sublayer's output to each copy
-    comb: Float[Array, "B T M M"]  # moves copies, indexed [source, destination]
+    pre: Any  # float [B, T, M]: collapses the copies for the NEXT sublayer
+    post: Any  # float [B, T, M]: writes this sublayer's output to each copy
+    comb: Any  # float [B, T, M, M]: moves copies, indexed [source, destination]
 
 
 def weights(c: Config) -> dict[str, Weight]:

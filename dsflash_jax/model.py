@@ -45,54 +45,54 @@ class Setup:
 class Batch:
     """Packed rows. `segments` numbers the documents of a row from 1, 0 is padding; `positions` restart with each."""
 
-    tokens: Int[Array, "B T"]
-    segments: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
-    targets: Int[Array, "B T"] = struct.field(default=None)  # next token of the same document; None to infer
-    loss_mask: Float[Array, "B T"] = struct.field(default=None)  # 1 where a target counts; None to infer
-    engram_rows: Int[Array, "B T tables N"] | None = None  # n-gram table rows, see `engram.rows`
+    tokens: Any  # int [B, T]
+    segments: Any  # int [B, T]
+    positions: Any  # int [B, T]
+    targets: Any = None  # int [B, T]: next token of the same document; None to infer
+    loss_mask: Any = None  # float [B, T]: 1 where a target counts; None to infer
+    engram_rows: Any = None  # int [B, T, tables, N]: n-gram table rows, see `engram.rows`
 
 
 @struct.dataclass
 class Ctx:
     """What layers read off positions and segments, derived once a batch."""
 
-    segments: Int[Array, "B T"]
+    segments: Any  # int [B, T]
     angles: dict[str, Angles]  # "window" and "compressed", at every token
     slots: dict[int, Slots]  # layout of each ratio in use
     slot_angles: dict[int, Angles]  # at the first token of every slot
-    groups: Int[Array, "B T"]  # sequence of the balance loss, -1 for padding
-    engram_rows: Int[Array, "B T tables N"] | None = None
-    key: Array | None = None  # draws extra slots for the indexer loss
-    layer: Int[Array, ""] | int = 0  # depth so far, so that layers of one scan draw differently
+    groups: Any  # int [B, T]: sequence of the balance loss, -1 for padding
+    engram_rows: Any = None  # int [B, T, tables, N]
+    key: Any = None  # draws extra slots for the indexer loss
+    layer: Any = 0  # int []: depth so far, so that layers of one scan draw differently
 
 
 @struct.dataclass
 class Stream:
     """What a layer hands to the next."""
 
-    x: Float[Array, "B T M D"]
-    pre: Float[Array, "B T M"]  # collapses the copies for the next sublayer
+    x: Any  # float [B, T, M, D]
+    pre: Any  # float [B, T, M]: collapses the copies for the next sublayer
 
 
 @struct.dataclass
 class Shared:
     """What a Full or Reindex layer makes for the layers after it; None until somebody has."""
 
-    kv: Float[Array, "B S Dh"] = struct.field(default=None)
-    index_keys: Float[Array, "B S Di"] = struct.field(default=None)
-    topk: Int[Array, "B T K"] = struct.field(default=None)
-    candidates: Int[Array, "B T C"] = struct.field(default=None)
-    index_query: Float[Array, "B T Hi Di"] = struct.field(default=None)  # kept only when Reuse layers teach, too
-    index_weight: Float[Array, "B T Hi"] = struct.field(default=None)
+    kv: Any = None  # float [B, S, Dh]
+    index_keys: Any = None  # float [B, S, Di]
+    topk: Any = None  # int [B, T, K]
+    candidates: Any = None  # int [B, T, C]
+    index_query: Any = None  # float [B, T, Hi, Di]: kept only when Reuse layers teach, too
+    index_weight: Any = None  # float [B, T, Hi]
 
 
 @struct.dataclass
 class LayerOut:
     """Sums of one layer with their counts; a leading layer axis is added by `run`."""
 
-    index: Float[Array, ""]  # indexer KL summed over queries
-    index_count: Float[Array, ""]
+    index: Any  # float []: indexer KL summed over queries
+    index_count: Any  # float []
     loads: moe.Loads
 
 

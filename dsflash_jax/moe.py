@@ -5,6 +5,8 @@ Source: architecture section 9, training section 3. No token is dropped and no c
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -21,18 +23,18 @@ BLOCK_ROWS = 128  # rows of one block of the blocked product; on 2 CPU cores 64.
 class Routing:
     """Choice of experts for N tokens."""
 
-    scores: Float[Array, "N E"]  # unbiased affinities, float32
-    experts: Int[Array, "N A"]  # chosen ids, descending biased affinity
-    weights: Float[Array, "N A"]  # what each chosen expert's output counts, float32
+    scores: Any  # float [N, E]: unbiased affinities, float32
+    experts: Any  # int [N, A]: chosen ids, descending biased affinity
+    weights: Any  # float [N, A]: what each chosen expert's output counts, float32
 
 
 @struct.dataclass
 class Loads:
     """Routing statistics as sums over tokens that are not padding."""
 
-    counts: Float[Array, " E"]  # choices of each expert
-    balance: Float[Array, ""]  # sum over sequences of the balance term
-    sequences: Float[Array, ""]  # how many sequences that sum has
+    counts: Any  # float [E]: choices of each expert
+    balance: Any  # float []: sum over sequences of the balance term
+    sequences: Any  # float []: how many sequences that sum has
 
 
 def weights(c: Config) -> dict[str, object]:

@@ -6,6 +6,7 @@ Source: architecture section 5. Window-only layers turn with theta 10000; compre
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +20,8 @@ from dsflash_jax.config import Config
 class Angles:
     """cos and sin of position times frequency, float32 whatever the compute dtype."""
 
-    cos: Float[Array, "*B Dr2"]
-    sin: Float[Array, "*B Dr2"]
+    cos: Any  # float [..., Dr2]
+    sin: Any  # float [..., Dr2]
 
 
 def frequencies(c: Config, compressed: bool) -> np.ndarray:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from dsflash_jax import loss, model, modes
 from dsflash_jax.config import Compute, Config
@@ -27,10 +27,10 @@ Step = Callable[["TrainState", Batch], tuple["TrainState", "Metrics"]]
 class TrainState:
     """All that a run carries from step to step, and all that a checkpoint holds beside the data position."""
 
-    step: Int[Array, ""]  # updates done
+    step: Any  # int []: updates done
     params: Weights
     opt_state: Any
-    key: Array  # raw key data; each step folds its number in
+    key: Any  # raw key data; each step folds its number in
 
 
 @struct.dataclass
@@ -38,10 +38,10 @@ class Metrics:
     """What a step reports."""
 
     report: loss.Report
-    grad_norm: Float[Array, ""]  # over all families but the rule-based, before clipping
-    learning_rate: Float[Array, ""]
-    finite: Bool[Array, ""]  # loss and every gradient; when False the step changed nothing
-    finite_leaves: Bool[Array, " leaves"]  # by gradient leaf, in the order of `params.leaves`
+    grad_norm: Any  # float []: over all families but the rule-based, before clipping
+    learning_rate: Any  # float []
+    finite: Any  # bool []: loss and every gradient; when False the step changed nothing
+    finite_leaves: Any  # bool [leaves]: by gradient leaf, in the order of `params.leaves`
 
 
 def initial(run: Run) -> TrainState:
