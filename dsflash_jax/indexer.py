@@ -9,7 +9,7 @@ queries, index heads and index width.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from dsflash_jax.ops import contract, linear, rms_norm
 from dsflash_jax.params import Weight, Weights, norm, normal
 from dsflash_jax.rope import Angles, rotate, rotate_single
 
-KeysSet = Literal["topk", "topk+random", "dense"]
+KEYS_SETS = ("topk", "topk+random", "dense")
 LOWEST = float(jnp.finfo(jnp.float32).min)  # a masked logit whose softmax stays finite when all are masked
 
 
@@ -114,7 +114,7 @@ def loss(
     base: Int[Array, "B T"],
     visible: Int[Array, "B T"],
     *,
-    keys_set: KeysSet,
+    keys_set: str,
     extra: int,
     rng: Array | None,
     chunk: int,
@@ -131,8 +131,8 @@ def loss(
     The backward pass scores again. Raises ValueError for an unknown set and for random draws without a key.
     Source: training sections 4.2 and 4.3.
     """
-    if keys_set not in ("topk", "topk+random", "dense"):
-        raise ValueError(f"keys_set must be 'topk', 'topk+random' or 'dense', got {keys_set!r}")
+    if keys_set not in KEYS_SETS:
+        raise ValueError(f"keys_set must be one of {KEYS_SETS}, got {keys_set!r}")
     draws = None
     if keys_set == "topk+random":
         if rng is None:
