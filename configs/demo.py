@@ -1,20 +1,20 @@
 """demo"""
 
-from dsflash_jax.config import Compute, Config
+from dsflash_jax.config import Compute, Config, Objective
 from train.config import Run
 from train.data import Data
 from train.optim import Optim
 
 model = Config(
     vocab_size=264,
-    hidden_size=128,
-    moe_intermediate_size=128,
+    hidden_size=96,
+    moe_intermediate_size=64,
     num_hidden_layers=1,
     num_attention_heads=4,
-    head_dim=64,
-    qk_rope_head_dim=32,
-    q_lora_rank=64,
-    o_lora_rank=64,
+    head_dim=32,
+    qk_rope_head_dim=16,
+    q_lora_rank=48,
+    o_lora_rank=48,
     o_groups=2,
     n_routed_experts=8,
     num_experts_per_tok=2,
@@ -23,8 +23,8 @@ model = Config(
     kv_source_layer_ids=(),
     index_source_layer_ids=(),
     index_n_heads=4,
-    index_head_dim=32,
-    index_topk=32,
+    index_head_dim=16,
+    index_topk=16,
     candidate_topk_blocks=16,
     candidate_block_size=4,
     max_position_embeddings=4096,
@@ -35,5 +35,5 @@ config = Run(
     steps=400,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
     optim=Optim(peak=1e-2, final=1e-3, warmup_steps=20),
-    data=Data(seq_len=256, batch_size=8),
+    data=Data(seq_len=256, batch_size=16),
 )

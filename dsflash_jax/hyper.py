@@ -6,6 +6,7 @@ that the sublayer before it computed. Source: architecture section 4.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from dsflash_jax.config import Config
-from dsflash_jax.ops import linear32
+from dsflash_jax.ops import HIGHEST, linear32
 from dsflash_jax.params import Weight, Weights, constant, normal
 
 GATE_INIT = 0.01  # initial scale of the dynamic part; 1.0 was seen to double block outputs (training section 9)
@@ -76,30 +77,98 @@ def sinkhorn(logits: Float[Array, "M M *B"], iters: int, eps: float) -> Float[Ar
     `iters` counts the first half step as 1; the last step normalises columns, so column sums are 1.
     """
     comb = jax.nn.softmax(logits, axis=1) + eps
-    comb = comb / (comb.sum(axis=0, keepdims=True) + eps)
-
-    def rows_columns(comb: Array, _: None) -> tuple[Array, None]:
-        comb = comb / (comb.sum(axis=1, keepdims=True) + eps)
-        return comb / (comb.sum(axis=0, keepdims=True) + eps), None
-
-    # A loop, not 19 copies: unrolled, its gradient took 10 s to compile on a CPU, and a model has two a layer.
-    return jax.lax.scan(rows_columns, comb, None, length=iters - 1)[0]
+    return _alternate(comb / (comb.sum(axis=0, keepdims=True) + eps), iters - 1, eps)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _alternate(comb: Array, times: int, eps: float) -> Array:
+    """Divide by row sums + eps and then by column sums + eps, `times` times, in a loop: unrolled copies compile slowly."""
+    return _divide(comb, times, eps)[0]
+
+
+def _divide(comb: Array, times: int, eps: float) -> tuple[Array, tuple[Array, Array]]:
+    def step(comb: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+        rows = comb.sum(axis=1, keepdims=True) + eps
+        comb = comb / rows
+        columns = comb.sum(axis=0, keepdims=True) + eps
+        return comb / columns, (rows, columns)
+
+    return jax.lax.scan(step, comb, None, length=times)
+
+
+def _alternate_forward(comb: Array, times: int, eps: float) -> tuple[Array, tuple[Array, tuple[Array, Array]]]:
+    out, divisors = _divide(comb, times, eps)
+    return out, (out, divisors)
+
+
+def _alternate_backward(times: int, eps: float, saved: tuple[Array, tuple[Array, Array]], d: Array) -> tuple[Array]:
+    """Walk back with the divisors alone: y = x / (sum(x) + eps) gives dx = (dy - sum(dy y)) / divisor, x = y divisor."""
+
+    def step(at: tuple[Array, Array], divisors: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        comb, d = at
+        for axis, divisor in ((0, divisors[1]), (1, divisors[0])):
+            d = (d - jnp.sum(d * comb, axis=axis, keepdims=True)) / divisor
+            comb = comb * divisor
+        return (comb, d), None
+
+    return (jax.lax.scan(step, (saved[0], d), saved[1], reverse=True)[0][1],)
+
+
+_alternate.defvjp(_alternate_forward, _alternate_backward)
+
+
+# The stream products below are written out over the few copies, with their own gradients: what differentiation makes
+# of them pads and adds whole streams, four times slower on a CPU.
+
+
+@jax.custom_vjp
 def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
     """sum_c pre[c] x[c] in float32, cast back."""
-    return jnp.sum(pre[..., None] * x.astype(jnp.float32), axis=2).astype(x.dtype)
+    return sum(pre[:, :, c, None] * x[:, :, c].astype(jnp.float32) for c in range(x.shape[2])).astype(x.dtype)
+
+
+def _collapse_forward(x: Array, pre: Array) -> tuple[Array, tuple[Array, Array]]:
+    return collapse(x, pre), (x, pre)
+
+
+def _collapse_backward(saved: tuple[Array, Array], d: Array) -> tuple[Array, Array]:
+    x, pre = saved
+    d32 = d.astype(jnp.float32)
+    d_x = (pre[..., None] * d32[:, :, None, :]).astype(x.dtype)
+    return d_x, jnp.einsum("btcd,btd->btc", x.astype(jnp.float32), d32, precision=HIGHEST)
+
+
+collapse.defvjp(_collapse_forward, _collapse_backward)
 
 
 def expand(y: Float[Array, "B T D"], x: Float[Array, "B T M D"], at: Mix) -> Float[Array, "B T M D"]:
     """x'[j] = post[j] y + sum_i comb[i, j] x[i] in float32, cast back; the sum runs over the source index."""
-    x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
-    # Written out over the few copies: with a [B, T, M, M, D] product inside, backward was ten times slower on a CPU.
-    moved = [
-        sum((at.comb[:, :, i, j, None] * x32[:, :, i] for i in range(x.shape[2])), at.post[:, :, j, None] * y32)
-        for j in range(x.shape[2])
-    ]
-    return jnp.stack(moved, axis=2).astype(x.dtype)
+    return _expand(y, x, at.post, at.comb)
+
+
+@jax.custom_vjp
+def _expand(y: Array, x: Array, post: Array, comb: Array) -> Array:
+    return (post[..., None] * y.astype(jnp.float32)[:, :, None, :] + _move(x, comb)).astype(x.dtype)
+
+
+def _move(x: Array, comb: Array) -> Array:
+    """sum_i comb[i, j] x[i], float32."""
+    return sum(comb[:, :, i, :, None] * x[:, :, i, None, :].astype(jnp.float32) for i in range(x.shape[2]))
+
+
+def _expand_forward(y: Array, x: Array, post: Array, comb: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _expand(y, x, post, comb), (y, x, post, comb)
+
+
+def _expand_backward(saved: tuple[Array, ...], d: Array) -> tuple[Array, ...]:
+    y, x, post, comb = saved
+    d32 = d.astype(jnp.float32)
+    d_post = jnp.einsum("btd,btjd->btj", y.astype(jnp.float32), d32, precision=HIGHEST)
+    d_comb = jnp.einsum("btid,btjd->btij", x.astype(jnp.float32), d32, precision=HIGHEST)
+    return collapse(d32, post).astype(y.dtype), _move(d32, jnp.swapaxes(comb, 2, 3)).astype(x.dtype), d_post, d_comb
+
+
+_expand.defvjp(_expand_forward, _expand_backward)
 
 
 def start(x: Float[Array, "B T D"], copies: int) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
