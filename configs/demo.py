@@ -1,6 +1,6 @@
 """demo"""
 
-from dsflash_jax.config import Compute, Config, Objective
+from dsflash_jax.config import Compute, Config
 from train.config import Run
 from train.data import Data
 from train.optim import Optim
@@ -28,7 +28,7 @@ model = Config(
     candidate_topk_blocks=16,
     candidate_block_size=4,
     max_position_embeddings=4096,
-).with_modes("S S F2 U F1 U X U")
+).with_modes("S S F2 U F1 X U U")
 config = Run(
     model=model,
     out="runs/demo",

@@ -6,7 +6,7 @@ that the sublayer before it computed. Source: architecture section 4.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ def sinkhorn(logits: Float[Array, "M M *B"], iters: int, eps: float) -> Float[Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _alternate(comb: Array, times: int, eps: float) -> Array:
-    """Divide by row sums + eps and then by column sums + eps, `times` times, in a loop: unrolled copies compile slowly."""
+    """Divide by row sums + eps, then by column sums + eps, `times` times in a loop: unrolled it compiles slowly."""
     return _divide(comb, times, eps)[0]
 
 
@@ -102,7 +102,7 @@ def _alternate_forward(comb: Array, times: int, eps: float) -> tuple[Array, tupl
 
 
 def _alternate_backward(times: int, eps: float, saved: tuple[Array, tuple[Array, Array]], d: Array) -> tuple[Array]:
-    """Walk back with the divisors alone: y = x / (sum(x) + eps) gives dx = (dy - sum(dy y)) / divisor, x = y divisor."""
+    """Walk back from the divisors: y = x / (sum(x) + eps) has dx = (dy - sum(dy y)) / divisor, and x = y divisor."""
 
     def step(at: tuple[Array, Array], divisors: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         comb, d = at
@@ -124,7 +124,9 @@ _alternate.defvjp(_alternate_forward, _alternate_backward)
 @jax.custom_vjp
 def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
     """sum_c pre[c] x[c] in float32, cast back."""
-    return sum(pre[:, :, c, None] * x[:, :, c].astype(jnp.float32) for c in range(x.shape[2])).astype(x.dtype)
+    return reduce(jnp.add, [pre[:, :, c, None] * x[:, :, c].astype(jnp.float32) for c in range(x.shape[2])]).astype(
+        x.dtype
+    )
 
 
 def _collapse_forward(x: Array, pre: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -153,7 +155,8 @@ def _expand(y: Array, x: Array, post: Array, comb: Array) -> Array:
 
 def _move(x: Array, comb: Array) -> Array:
     """sum_i comb[i, j] x[i], float32."""
-    return sum(comb[:, :, i, :, None] * x[:, :, i, None, :].astype(jnp.float32) for i in range(x.shape[2]))
+    copies = [comb[:, :, i, :, None] * x[:, :, i, None, :].astype(jnp.float32) for i in range(x.shape[2])]
+    return reduce(jnp.add, copies)
 
 
 def _expand_forward(y: Array, x: Array, post: Array, comb: Array) -> tuple[Array, tuple[Array, ...]]:
