@@ -1,12 +1,17 @@
-"""demo"""
+"""A small but complete model on the Python standard library's own source, byte by byte.
+
+Command: `make demo`, or `dsflash train demo`; the same command goes on after an interruption.
+Hardware: two CPU cores, 2 GB; for an accelerator raise data.batch_size and steps.
+"""
 
 from dsflash_jax.config import Compute, Config
 from train.config import Run
 from train.data import Data
 from train.optim import Optim
 
+# Every kind of layer: window only, Full and Reuse at two tokens a slot, Full, Reindex and Reuse at one token a slot.
 model = Config(
-    vocab_size=264,
+    vocab_size=264,  # 256 bytes and 3 special ids, filled up to a multiple of 8
     hidden_size=96,
     moe_intermediate_size=64,
     num_hidden_layers=1,
@@ -24,16 +29,17 @@ model = Config(
     index_source_layer_ids=(),
     index_n_heads=4,
     index_head_dim=16,
-    index_topk=16,
-    candidate_topk_blocks=16,
-    candidate_block_size=4,
+    index_topk=16,  # of up to 256 visible slots
     max_position_embeddings=4096,
 ).with_modes("S S F2 U F1 X U U")
+
 config = Run(
     model=model,
     out="runs/demo",
-    steps=400,
+    steps=160,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
-    optim=Optim(peak=1e-2, final=1e-3, warmup_steps=20),
-    data=Data(seq_len=256, batch_size=16),
+    optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=15, decay_start=0.5, decay_end=1.0),
+    data=Data(seq_len=256, batch_size=8),
+    eval_every=40,
+    save_every=20,
 )
