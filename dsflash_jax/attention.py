@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax.config import Config
-from dsflash_jax.ops import linear, rms_norm
+from dsflash_jax.ops import Rounding, exact, linear, rms_norm
 from dsflash_jax.params import Weight, Weights, constant, norm, normal
 
 Sizes = tuple[int, int]  # window, chunk
@@ -40,27 +40,30 @@ def weights(c: Config) -> dict[str, Weight]:
     }
 
 
-def query_latent(w: Weights, u: Float[Array, "B T D"], c: Config) -> Float[Array, "B T Dq"]:
+def query_latent(w: Weights, u: Float[Array, "B T D"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T Dq"]:
     """The normalised low-rank query, read by the main queries and by the indexer's."""
-    return rms_norm(linear(u, w["wq_a"]), w["q_norm"], c.rms_norm_eps)
+    return rms_norm(linear(rounding(u), w["wq_a"]), w["q_norm"], c.rms_norm_eps)
 
 
-def queries(w: Weights, latent: Float[Array, "B T Dq"]) -> Float[Array, "B T H Dh"]:
+def queries(w: Weights, latent: Float[Array, "B T Dq"], rounding: Rounding = exact) -> Float[Array, "B T H Dh"]:
     """Queries before rotation; there is no norm per head."""
-    return linear(latent, w["wq_b"])
+    return linear(rounding(latent), w["wq_b"])
 
 
-def window_kv(w: Weights, u: Float[Array, "B T D"], c: Config) -> Float[Array, "B T Dh"]:
+def window_kv(w: Weights, u: Float[Array, "B T D"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T Dh"]:
     """The layer's own key, which is also its value, before rotation."""
-    return rms_norm(linear(u, w["wkv"]), w["kv_norm"], c.rms_norm_eps)
+    return rms_norm(linear(rounding(u), w["wkv"]), w["kv_norm"], c.rms_norm_eps)
 
 
-def output(w: Weights, o: Float[Array, "B T H Dh"], c: Config) -> Float[Array, "B T D"]:
-    """Groups of consecutive heads, each through its own low-rank map, then one map to the model width."""
+def output(w: Weights, o: Float[Array, "B T H Dh"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T D"]:
+    """Groups of consecutive heads, each through its own low-rank map, then one map to the model width.
+
+    The input of `wo_a` is never rounded, although a checkpoint stores that weight in FP8 (architecture section 3).
+    """
     b, t = o.shape[:2]
     grouped = o.reshape(b, t, c.o_groups, -1)
     low = jnp.einsum("btgi,gio->btgo", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
-    return linear(low.reshape(b, t, -1), w["wo_b"])
+    return linear(rounding(low.reshape(b, t, -1)), w["wo_b"])
 
 
 def attend(

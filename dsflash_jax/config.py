@@ -263,6 +263,20 @@ class Objective:
                 raise ValueError(f"objective.{key} must not be negative, got {getattr(self, key)}")
 
 
+@dataclass(frozen=True)
+class Quantize:
+    """Which values are rounded as the released model rounds them; the gradient passes straight through.
+
+    All off is plain floating point, for pretraining; all on is the released model, for quantisation-aware training and
+    inference (architecture section 3, training section 5).
+    """
+
+    kv_fp4: bool = False  # compressed KV after rotation: E2M1, one E4M3 scale a group of 16
+    index_fp4: bool = False  # index queries and keys after rotation: E2M1, one power of two a group of 32
+    window_fp8: bool = False  # window KV after rotation: E4M3, one power of two a group of 32
+    linear_fp8: bool = False  # the input of every linear map that a checkpoint stores in FP8 or FP4, like window KV
+
+
 def validate(c: Config) -> None:
     """Refuse a configuration that no model can be built from; the message names the layer and the fix."""
     check_literals(c)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax.config import Config
-from dsflash_jax.ops import linear
+from dsflash_jax.ops import Rounding, exact, linear
 from dsflash_jax.params import Init, Weight, Weights, norm, normal
 
 SEED_STRIDE = 10007  # multipliers of layer l come from generator seed 10007 * l
@@ -123,7 +123,12 @@ def weights(c: Config, table: int) -> dict[str, Weight]:
 
 
 def apply(
-    w: Weights, x: Float[Array, "B T M D"], rows: Int[Array, "B T N"], image: Bool[Array, "B T"] | None, c: Config
+    w: Weights,
+    x: Float[Array, "B T M D"],
+    rows: Int[Array, "B T N"],
+    image: Bool[Array, "B T"] | None,
+    c: Config,
+    rounding: Rounding = exact,
 ) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
     """x + gate * value, and the gate: one value a token, one gate a copy from the copy's match with its key (float32).
 
@@ -132,7 +137,7 @@ def apply(
     """
     m, d = x.shape[2:]
     read = w["embed"][rows].astype(x.dtype)  # [B, T, N, width]
-    kv = linear(read.reshape(*read.shape[:2], -1), w["wkv"]).astype(jnp.float32)  # [B, T, M + 1, D]
+    kv = linear(rounding(read.reshape(*read.shape[:2], -1)), w["wkv"]).astype(jnp.float32)  # [B, T, M + 1, D]
     key, value, x32 = kv[:, :, :m], kv[:, :, m:], x.astype(jnp.float32)
     scale = lambda a: jax.lax.rsqrt(jnp.mean(jnp.square(a), axis=-1) + c.rms_norm_eps)  # noqa: E731
     weight = (w["q_weight"] * w["k_weight"])[None, None]

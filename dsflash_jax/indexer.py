@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dsflash_jax.attention import chunks, dot, gather, mark, scatter_add, unchunk
 from dsflash_jax.config import Config
 from dsflash_jax.modes import LayerSpec, Mode
-from dsflash_jax.ops import contract, linear, rms_norm
+from dsflash_jax.ops import Rounding, contract, exact, linear, rms_norm
 from dsflash_jax.params import Weight, Weights, norm, normal
 from dsflash_jax.rope import Angles, rotate, rotate_single
 
@@ -51,11 +51,16 @@ def keys(w: Weights, latent: Float[Array, "B S Dh"], at: Angles, c: Config) -> F
 
 
 def queries(
-    w: Weights, latent: Float[Array, "B T Dq"], u: Float[Array, "B T D"], at: Angles, c: Config
+    w: Weights,
+    latent: Float[Array, "B T Dq"],
+    u: Float[Array, "B T D"],
+    at: Angles,
+    c: Config,
+    rounding: Rounding = exact,
 ) -> tuple[Float[Array, "B T Hi Di"], Float[Array, "B T Hi"]]:
     """Rotated index queries and signed head weights (scale Di^-0.5 Hi^-0.5 included); the inputs take no gradient."""
     latent, u = jax.lax.stop_gradient((latent, u))
-    q = rotate(linear(latent, w["wq_b"]), at)
+    q = rotate(linear(rounding(latent), w["wq_b"]), at)
     scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
     return q, contract(u, w["weights_proj"]) * scale
 

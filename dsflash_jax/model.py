@@ -17,11 +17,11 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, rope
+from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, quant, rope
 from dsflash_jax.compressor import Slots
-from dsflash_jax.config import Compute, Config, Objective
+from dsflash_jax.config import Compute, Config, Objective, Quantize
 from dsflash_jax.modes import LayerSpec, Mode, Node, Repeat
-from dsflash_jax.ops import HIGHEST, rms_norm
+from dsflash_jax.ops import HIGHEST, Rounding, exact, rms_norm
 from dsflash_jax.params import Weight, Weights, leaves, map_weights, norm, normal
 from dsflash_jax.rope import Angles
 
@@ -39,6 +39,16 @@ class Setup:
     config: Config
     compute: Compute
     objective: Objective | None = None  # None computes no auxiliary loss
+    quantize: Quantize = Quantize()
+
+    def rounding(self, name: str, form: quant.Format) -> Rounding:
+        """What the policy field `name` does to a value: the format's straight-through rounding, or nothing."""
+        return partial(quant.fake, fmt=form) if getattr(self.quantize, name) else exact
+
+    @property
+    def inputs(self) -> Rounding:
+        """Rounding of the input of FP8 and FP4 linear maps."""
+        return self.rounding("linear_fp8", quant.Q8)
 
 
 @struct.dataclass
@@ -204,7 +214,7 @@ def layer(
     if spec.engram is not None:
         with jax.named_scope("engram"):
             assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
-            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c)
+            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c, setup.inputs)
             note("engram_gate", gate)
     with jax.named_scope("attn"):
         a = hyper.mix(w, "attn", x, c)
@@ -216,7 +226,7 @@ def layer(
         f = hyper.mix(w, "ffn", x, c)
         collapsed = note("ffn_in", hyper.collapse(x, a.pre))
         v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps)
-        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, setup.compute.experts)
+        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, setup.compute.experts, setup.inputs)
         y = note("ffn_out", y.reshape(v.shape))
         x = hyper.expand(y, x, f)
     if trace is not None:
@@ -245,16 +255,17 @@ def attention_sublayer(
     c, how, aim = setup.config, setup.compute, setup.objective
     note = partial(mark, trace)
     at = ctx.angles["compressed" if spec.ratio else "window"]
-    latent = attention.query_latent(w, u, c)
-    q = note("q", rope.rotate(attention.queries(w, latent), at))
-    window_kv = note("window_kv_new", rope.rotate_single(attention.window_kv(w, u, c), at))
+    inputs, stored = setup.inputs, setup.rounding("window_fp8", quant.Q8)
+    latent = attention.query_latent(w, u, c, inputs)
+    q = note("q", rope.rotate(attention.queries(w, latent, inputs), at))
+    window_kv = note("window_kv_new", stored(rope.rotate_single(attention.window_kv(w, u, c, inputs), at)))
     zero = jnp.zeros((), jnp.float32)
     index = (zero, zero)
     if spec.mode is Mode.FULL:
-        shared = _make_kv(c, spec, w, u, shared, ctx, trace)
+        shared = _make_kv(setup, spec, w, u, shared, ctx, trace)
     if spec.selects:
-        iq, iw = indexer.queries(w["indexer"], latent, u, at, c)
-        iq, iw = note("index_q", iq), note("index_weights", iw)
+        iq, iw = indexer.queries(w["indexer"], latent, u, at, c, inputs)
+        iq, iw = note("index_q", setup.rounding("index_fp4", quant.Q4X32)(iq)), note("index_weights", iw)
         slots = ctx.slots[spec.ratio]
         topk, blocks = indexer.select(
             iq, iw, shared.index_keys, slots.base, slots.visible,
@@ -278,18 +289,21 @@ def attention_sublayer(
             index = _index_loss(how, aim, spec, iq, iw, q, lse, shared, ctx)
         elif spec.mode is Mode.REUSE and aim.index_teacher == "group_mean":
             index = _index_loss(how, aim, spec, shared.index_query, shared.index_weight, q, lse, shared, ctx)
-    y = attention.output(w, rope.rotate(o, at, inverse=True), c)
+    y = attention.output(w, rope.rotate(o, at, inverse=True), c, inputs)
     return y, shared, index
 
 
 def _make_kv(
-    c: Config, spec: LayerSpec, w: Weights, u: Array, shared: Shared, ctx: Ctx, trace: dict[str, Array] | None
+    setup: Setup, spec: LayerSpec, w: Weights, u: Array, shared: Shared, ctx: Ctx, trace: dict[str, Array] | None
 ) -> Shared:
     """What a Full layer makes of its input: rotated KV, and index keys from the latent before rotation."""
-    at, eps = ctx.slot_angles[spec.ratio], c.rms_norm_eps
-    latent = mark(trace, "latent", compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, eps))
-    keys = mark(trace, "index_k_new", indexer.keys(w["indexer"], latent, at, c))
-    return replace(shared, kv=mark(trace, "compress_kv_new", rope.rotate_single(latent, at)), index_keys=keys)
+    c, at = setup.config, ctx.slot_angles[spec.ratio]
+    latent = mark(
+        trace, "latent", compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, c.rms_norm_eps)
+    )
+    keys = setup.rounding("index_fp4", quant.Q4X32)(indexer.keys(w["indexer"], latent, at, c))
+    kv = setup.rounding("kv_fp4", quant.Q4X16)(rope.rotate_single(latent, at))
+    return replace(shared, kv=mark(trace, "compress_kv_new", kv), index_keys=mark(trace, "index_k_new", keys))
 
 
 def _index_loss(

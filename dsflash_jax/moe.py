@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax.config import Config
-from dsflash_jax.ops import contract, linear32, swiglu
+from dsflash_jax.ops import Rounding, contract, exact, linear32, swiglu
 from dsflash_jax.params import Weight, Weights, constant, normal
 
 BLOCK_ROWS = 128  # rows of one block of the blocked product; on 2 CPU cores 64..256 were equal within 10 %
@@ -151,31 +151,34 @@ def grouped_dot(x: Array, w: Array, sizes: Array, how: str) -> Array:
     return {"ragged": ragged_dot, "blocked": blocked_dot, "dense": dense_dot}[how](x, w, sizes)
 
 
-def routed(w: Weights, x: Float[Array, "N D"], r: Routing, c: Config, how: str) -> Float[Array, "N D"]:
+def routed(
+    w: Weights, x: Float[Array, "N D"], r: Routing, c: Config, how: str, rounding: Rounding = exact
+) -> Float[Array, "N D"]:
     """Sum over a token's experts of weight * expert(x), float32. The weight enters before the down projection."""
     n, a = r.experts.shape
     flat = r.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)  # rows of one expert become neighbours
     sizes = jnp.bincount(flat, length=c.n_routed_experts).astype(jnp.int32)
-    rows = x[order // a]
+    rows = rounding(x)[order // a]
     gate, up = (grouped_dot(rows, w[name], sizes, how) for name in ("w1", "w3"))
     hidden = swiglu(gate, up, c.swiglu_limit) * r.weights.reshape(-1)[order][:, None]
-    out = grouped_dot(hidden.astype(x.dtype), w["w2"], sizes, how)
+    out = grouped_dot(rounding(hidden.astype(x.dtype)), w["w2"], sizes, how)
     return out[jnp.argsort(order)].reshape(n, a, -1).sum(axis=1)
 
 
-def shared(w: Weights, x: Float[Array, "N D"], c: Config) -> Float[Array, "N D"]:
+def shared(w: Weights, x: Float[Array, "N D"], c: Config, rounding: Rounding = exact) -> Float[Array, "N D"]:
     """The expert that every token uses, float32 result."""
+    x = rounding(x)
     hidden = swiglu(contract(x, w["w1"]), contract(x, w["w3"]), c.swiglu_limit)
-    return contract(hidden.astype(x.dtype), w["w2"])
+    return contract(rounding(hidden.astype(x.dtype)), w["w2"])
 
 
 def apply(
-    w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c: Config, how: str
+    w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c: Config, how: str, rounding: Rounding = exact
 ) -> tuple[Float[Array, "N D"], Routing]:
     """Routed plus shared experts, summed in float32 and cast to x's dtype."""
     r = route(w["gate"], x, image, c)
-    out = routed(w["experts"], x, r, c, how)
+    out = routed(w["experts"], x, r, c, how, rounding)
     if c.n_shared_experts:
-        out = out + shared(w["shared_experts"], x, c)
+        out = out + shared(w["shared_experts"], x, c, rounding)
     return out.astype(x.dtype), r
