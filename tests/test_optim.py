@@ -144,6 +144,41 @@ def test_each_unit_matrix_is_updated_as_if_alone(layout):
         assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 
+SHARED = {  # 8 x 12 three times over, once tall, once as the first part of a split, and 8 x 8 three times
+    "experts": EXPERTS,
+    "tall": Weight((2, 12, 8), ("groups", "group_in", "o_latent"), INIT, matrix=(1, 2)),
+    "split": Weight((8, 28), ("embed", "mix"), INIT, split=(12, 8, 8), stack=(3,)),
+    "square": Weight((8, 8), ("embed", "mix"), INIT),
+}
+
+
+def test_weights_of_one_shape_are_updated_as_if_alone():
+    grads = arrays(SHARED)
+    tx = o.build(SHARED, FLAT, 10)
+    together, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    for name, weight in SHARED.items():
+        alone = directions(weight, grads[name])
+        np.testing.assert_allclose(np.asarray(together[name]) / -FLAT.peak, alone, atol=ROUNDING, err_msg=name)
+
+
+def lowered(declared) -> str:
+    tx = o.build(declared, FLAT, 10)
+    params = map_weights(lambda w: jax.ShapeDtypeStruct(w.full_shape, jnp.float32), declared)
+    return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes"), [(("square",), 1), (("experts", "tall"), 1), (("split",), 2), (tuple(SHARED), 2)]
+)
+def test_an_update_holds_one_loop_for_each_distinct_shape_of_matrices(names, shapes):
+    assert lowered({name: SHARED[name] for name in names}).count("stablehlo.while") == shapes
+
+
+def test_a_shape_that_one_weight_has_is_not_copied():
+    assert "concatenate" not in lowered({"experts": EXPERTS, "square": SHARED["square"]})
+    assert lowered({"experts": EXPERTS, "tall": SHARED["tall"]}).count("stablehlo.concatenate") == 1
+
+
 def test_fused_hyper_connections_are_one_matrix():
     grad = gauss(5, (3, 8, 24))
     fused = directions(MIXES, grad, optim=dataclasses.replace(FLAT, mhc_fused=True))

@@ -140,13 +140,13 @@ def build(declared: Weights, optim: Optim, steps: int) -> optax.GradientTransfor
     families = {
         "muon": optax.chain(
             optax.trace(optim.muon_momentum, nesterov=True),  # M <- mu M + G, out mu M + G
-            _each(partial(_muon_direction, optim), _only(declared, names, "muon")),
+            _muon(optim, _only(declared, names, "muon")),
             decay,
         ),
         "sinkhorn": optax.chain(
             optax.scale(1 - optim.sinkhorn_momentum),  # turns the sum below into beta M + (1 - beta) G
             optax.trace(optim.sinkhorn_momentum, nesterov=True),
-            _each(partial(_sinkhorn_direction, optim), _only(declared, names, "sinkhorn")),
+            _sinkhorn(optim, _only(declared, names, "sinkhorn")),
         ),
         "adamw_decay": optax.chain(adam, decay),
         "adamw": adam,
@@ -204,15 +204,17 @@ def newton_schulz(x: Float[Array, "*B I O"], steps: tuple[int, int] = (8, 2)) ->
     # Squares of entries below 1e-19 vanish in float32, so the largest entry becomes 1 first.
     x = _divide(x, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
     x = _divide(x, jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)))
-    for count, coefficients in zip(steps, (LIFT, SETTLE), strict=True):
-        x = jax.lax.fori_loop(0, count, partial(_quintic, coefficients), x)
+
+    def step(x: Array, coefficients: Array) -> tuple[Array, None]:
+        a, b, c = coefficients
+        gram = jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=HIGHEST)
+        inner = b * gram + c * jnp.matmul(gram, gram, precision=HIGHEST)
+        return a * x + jnp.matmul(inner, x, precision=HIGHEST), None
+
+    # Coefficients are data of the one loop: a loop for each kind of step would compile the body twice.
+    table = np.array([LIFT] * steps[0] + [SETTLE] * steps[1], np.float32).reshape(-1, len(LIFT))
+    x, _ = jax.lax.scan(step, x, jnp.asarray(table))
     return jnp.swapaxes(x, -2, -1) if tall else x
-
-
-def _quintic(coefficients: tuple[float, float, float], _: Any, x: Float[Array, "*B I O"]) -> Float[Array, "*B I O"]:
-    a, b, c = coefficients
-    gram = jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=HIGHEST)
-    return a * x + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=HIGHEST), x, precision=HIGHEST)
 
 
 def _divide(x: Array, by: Array) -> Array:
@@ -263,31 +265,75 @@ def _norm(x: Array, axis: int) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=axis))
 
 
-def _muon_direction(optim: Optim, momentum: Array, weight: Weight) -> Array:
-    fused = optim.mhc_fused and _out_axis(weight) == "mix"
+def _muon(optim: Optim, declared: Any) -> optax.GradientTransformation:
+    """`muon_update` of every unit matrix of every weight, without state; equal shapes share one loop."""
+    weights = jax.tree.leaves(declared)
+    splits = [() if optim.mhc_fused and _out_axis(weight) == "mix" else weight.split for weight in weights]
     update = partial(muon_update, steps=optim.muon_steps, rms=optim.muon_rms)
-    return _by_matrix(update, momentum, weight, () if fused else weight.split, axis=-1)
+
+    def directions(momenta: Any, params: Any) -> Any:
+        arrays, tree = jax.tree.flatten(momenta)
+        cut = [_cut(x, weight, split, axis=-1) for x, weight, split in zip(arrays, weights, splits, strict=True)]
+        updated = iter(_by_shape(update, [part for parts in cut for part in parts]))
+        joined = [_join([next(updated) for _ in parts], w, axis=-1) for parts, w in zip(cut, weights, strict=True)]
+        return jax.tree.unflatten(tree, joined)
+
+    return optax.stateless(directions)
 
 
-def _sinkhorn_direction(optim: Optim, momentum: Array, weight: Weight) -> Array:
-    scale = optim.sinkhorn_gamma * (optim.table_multiplier if weight.axes[0] == "ngram_rows" else 1)
+def _by_shape(update: Callable[[Array], Array], matrices: list[Array]) -> list[Array]:
+    """Apply `update`, which must commute with transposing, to arrays of matrices [*B, I, O]: once for each shape.
+
+    All matrices of a shape, tall ones transposed, form one stack [N, rows, cols], rows <= cols. The program so holds
+    one loop for each distinct shape, not for each weight. A stack of several arrays is one copy of them, and its
+    temporaries live for all of them at once; a stack of one array is that array.
+    """
+    shapes = [tuple(sorted(x.shape[-2:])) for x in matrices]
+    results = list(matrices)
+    for shape in dict.fromkeys(shapes):
+        places = [i for i, other in enumerate(shapes) if other == shape]
+        wide = [_transpose_tall(matrices[i], matrices[i]) for i in places]
+        stacks = [x.reshape(-1, *shape) for x in wide]
+        ends = np.cumsum([len(stack) for stack in stacks])
+        # The one place where a whole stack is at hand, before and after: a sharding along N belongs here.
+        stack = update(jnp.concatenate(stacks))
+        for i, x, part in zip(places, wide, jnp.split(stack, ends[:-1]), strict=True):
+            results[i] = _transpose_tall(part.reshape(x.shape), matrices[i])
+    return results
+
+
+def _transpose_tall(x: Array, like: Array) -> Array:
+    """x with its last two axes swapped if the matrices of `like` have more rows than columns."""
+    return jnp.swapaxes(x, -2, -1) if like.shape[-2] > like.shape[-1] else x
+
+
+def _sinkhorn(optim: Optim, declared: Any) -> optax.GradientTransformation:
+    """Scaled `sinkhorn_update` of every table, without state."""
     update = partial(
         sinkhorn_update, iterations=optim.sinkhorn_iterations, tau=optim.sinkhorn_tau, eps=optim.sinkhorn_eps
     )
-    return scale * _by_matrix(update, momentum, weight, weight.split, axis=-2)
+
+    def direction(momentum: Array, weight: Weight) -> Array:
+        scale = optim.sinkhorn_gamma * (optim.table_multiplier if weight.axes[0] == "ngram_rows" else 1)
+        parts = [update(part) for part in _cut(momentum, weight, weight.split, axis=-2)]
+        return scale * _join(parts, weight, axis=-2)
+
+    return optax.stateless(lambda momenta, params: jax.tree.map(direction, momenta, declared))
 
 
-def _by_matrix(update: Callable[[Array], Array], x: Array, weight: Weight, split: tuple[int, ...], axis: int) -> Array:
-    """Apply `update` to every unit matrix of a stored weight: its axes moved last, parts along `axis` taken alone."""
-    places = tuple(len(weight.stack) + i for i in weight.matrix)
-    x = jnp.moveaxis(x, places, (-2, -1))
-    parts = jnp.split(x, np.cumsum(split)[:-1], axis=axis) if split else [x]
-    return jnp.moveaxis(jnp.concatenate([update(part) for part in parts], axis=axis), (-2, -1), places)
+def _cut(x: Array, weight: Weight, split: tuple[int, ...], axis: int) -> list[Array]:
+    """The unit matrices of a stored weight, their axes moved last: one array for each part along `axis`."""
+    x = jnp.moveaxis(x, _matrix_places(weight), (-2, -1))
+    return jnp.split(x, np.cumsum(split)[:-1], axis=axis) if split else [x]
 
 
-def _each(direction: Callable[[Array, Weight], Array], declared: Any) -> optax.GradientTransformation:
-    """A transformation without state: `direction` of every update and its declaration."""
-    return optax.stateless(lambda updates, params: jax.tree.map(direction, updates, declared))
+def _join(parts: list[Array], weight: Weight, axis: int) -> Array:
+    """The stored weight of the parts that `_cut` made."""
+    return jnp.moveaxis(jnp.concatenate(parts, axis=axis), (-2, -1), _matrix_places(weight))
+
+
+def _matrix_places(weight: Weight) -> tuple[int, ...]:
+    return tuple(len(weight.stack) + i for i in weight.matrix)
 
 
 def _only(declared: Weights, names: Any, keep: str) -> Any:
