@@ -61,9 +61,11 @@ def output(w: Weights, o: Float[Array, "B T H Dh"], c: Config, rounding: Roundin
     The input of `wo_a` is never rounded, although a checkpoint stores that weight in FP8 (architecture section 3).
     """
     b, t = o.shape[:2]
-    grouped = o.reshape(b, t, c.o_groups, -1)
-    low = jnp.einsum("btgi,gio->btgo", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
-    return linear(rounding(low.reshape(b, t, -1)), w["wo_b"])
+    # The batch axis leads both operands: XLA's CPU back end has no bfloat16 product for it in the middle.
+    grouped = jnp.moveaxis(o.reshape(b, t, c.o_groups, -1), 2, 0)  # [G, B, T, in]
+    low = jnp.einsum("gbti,gio->gbto", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
+    low = jnp.moveaxis(low, 0, 2).reshape(b, t, -1)  # [B, T, G * Do]
+    return linear(rounding(low), w["wo_b"])
 
 
 def attend(
