@@ -97,6 +97,8 @@ def test_products_with_weights_are_the_active_matrices() -> None:
         assert made[part] == 2 * active[part]
     vectors = 40 * (1280 + 512 + 64)  # norms inside the projections, sinks
     assert made["attention projections"] == 2 * (active["attention projections"] - vectors)
+    # Key norms are no products, and the three ratio-2 layers make a key every other token.
+    assert made["indexers"] == 2 * (active["indexers"] - 4 * 128 - 3 * 128 * 512 // 2)
 
 
 def test_a_precision_changes_the_count_only_where_it_is_used() -> None:
@@ -125,6 +127,16 @@ def test_replay_of_a_prompt_within_the_window_is_the_full_prefill(golden: Path) 
     assert total(costs.prefill(c, c.sliding_window + 1, replay=True)) < total(
         costs.prefill(c, c.sliding_window + 1, replay=False)
     )
+
+
+def test_replay_sees_only_the_window_keys_of_its_segment(golden: Path) -> None:
+    c = tiny(golden)  # window 8; layers 0-2 see every token, 3-5 the last 8
+    prompt = 30
+    everywhere = sum(min(8, m) for m in range(1, prompt + 1))
+    segment = sum(range(1, 9))
+    made = costs.flops(costs.prefill(c, prompt, replay=True), "alike")["window attention"]
+    pair = 2 * 2 * c.num_attention_heads * c.head_dim
+    assert made * prompt == pytest.approx(pair * (3 * everywhere + 3 * segment), rel=1e-12)
 
 
 def test_released_replay_prefill_halves_the_work() -> None:
