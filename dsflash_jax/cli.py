@@ -72,6 +72,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     modes.add_argument("source", metavar="CONFIG_OR_STRING", help="a configuration, or a mode string in quotes")
     add_overrides(modes)
+
+    describe = add(
+        commands,
+        run_describe,
+        "describe",
+        "count parameters, cache bytes, FLOPs and checkpoint bytes of a configuration",
+        "Print what a model is and costs, from its configuration alone; nothing is allocated.",
+        "dsflash describe released --json released.json",
+    )
+    describe.add_argument("config", metavar="CONFIG", help="a name in configs/, a Python file, or a config.json")
+    add_overrides(describe)
     return parser, list(commands.choices)
 
 
@@ -153,4 +164,17 @@ def run_modes(arguments: argparse.Namespace) -> int:
         config = getattr(config, "model", config)  # a run holds its architecture there
     layer_sheet.show(config.table)
     write_json(arguments.json, layer_sheet.as_json(config.table))
+    return 0
+
+
+def run_describe(arguments: argparse.Namespace) -> int:
+    """`dsflash describe`."""
+    config = read_config(arguments.config, arguments.overrides)
+    from dsflash_jax import describe
+
+    try:
+        facts = describe.main(getattr(config, "model", config))  # a run holds its architecture there
+    except ValueError as error:
+        refuse(error)
+    write_json(arguments.json, facts)
     return 0
