@@ -18,7 +18,7 @@ from dsflash_jax import moe, vision
 from dsflash_jax.checkpoint import Entry
 from dsflash_jax.config import Compute, Config
 from dsflash_jax.ops import rms_norm
-from dsflash_jax.params import Weight, leaves
+from dsflash_jax.params import Weight, leaves, map_weights
 from dsflash_jax.rope import Angles
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -86,9 +86,6 @@ def pair(seed=0):
     return jnp.asarray(random_patches(seed, 2, 24), jnp.float32), jnp.asarray([[5, 4], [3, 7]], jnp.int32)
 
 
-# Names and counts.
-
-
 def test_the_tree_has_the_published_tensors_of_the_images_and_no_others(reference):
     stored = {n: a.shape for n, a in reference[3].items() if n.startswith(("vision.", "aligner.", "image_"))}
     assert {e.name: e.shape for e in entries(TINY)} == stored
@@ -96,10 +93,6 @@ def test_the_tree_has_the_published_tensors_of_the_images_and_no_others(referenc
 
 def test_the_released_tower_has_0_412_billion_weights_and_the_aligner_0_073():
     count = {top: sum(w.size for w in leaves(vision.weights(RELEASED)[top]).values()) for top in ("vision", "aligner")}
-    assert count == {
-        "vision": 588 * 1024 + 1024 + 32 * (1024 * 3072 + 3072 + 1024**2 + 1024 + 3 * 2816 * 1024 + 2 * 1024) + 1024,
-        "aligner": 9216 * 5120 + 5120**2 + 2 * 5120,
-    }
     assert {top: round(n / 1e9, 3) for top, n in count.items()} == {"vision": 0.412, "aligner": 0.073}
 
 
@@ -200,9 +193,6 @@ def test_the_aspect_clamp_bounds_wide_images_only_and_stretches_them():
     assert vision.target_size(64, 16, narrow)[1] == 4
 
 
-# The reference's arrays.
-
-
 def test_rotation_and_unfolding_match_the_reference():
     g = np.load(GOLDEN / "ops" / "vision_bits.npz")
     index = jnp.arange(20, dtype=jnp.int32)
@@ -226,9 +216,6 @@ def test_features_and_merged_embeddings_match_the_reference(reference):
     np.testing.assert_allclose(x[0, [4, 5, 7, 8]], trace["image_embeds_0_3"], atol=2e-4)
     np.testing.assert_array_equal(image, inputs["token_types"] >= 0)
     np.testing.assert_array_equal(vision.span_types(grid, TINY), inputs["image_0_3_types"])
-
-
-# Isolation and padding.
 
 
 def test_pixels_of_one_image_do_not_move_the_features_of_another(weights):
@@ -259,8 +246,7 @@ def test_room_behind_an_image_has_no_influence_whatever_it_holds(weights):
 
 def test_query_chunks_and_scan_do_not_change_features(weights):
     patches, grid = pair()
-    plain = Compute(dtype="float32", query_chunk=64, remat="none", scan=False)
-    made = encode(weights, patches, grid, plain)
+    made = encode(weights, patches, grid, Compute(dtype="float32", query_chunk=64, remat="none", scan=False))
     np.testing.assert_allclose(made, encode(weights, patches, grid), atol=1e-5)  # sums in another order
 
 
@@ -272,9 +258,8 @@ def plain_tower(w, patches):
     x = affine(w["patch_embed"]["proj"], patches)
     for j in range(2):
         b = jax.tree.map(lambda a: a[j], w["blocks"])  # noqa: B023
-        q, k, v = (
-            a.reshape(12, 2, 16) for a in jnp.split(affine(b["attn"]["wqkv"], rms_norm(x, b["norm1"], 1e-6)), 3, 1)
-        )
+        qkv = affine(b["attn"]["wqkv"], rms_norm(x, b["norm1"], 1e-6))
+        q, k, v = (a.reshape(12, 2, 16) for a in jnp.split(qkv, 3, 1))
         q, k = vision.rotate_halves(q, at), vision.rotate_halves(k, at)
         p = jax.nn.softmax(jnp.einsum("thd,khd->htk", q, k) / 4, axis=-1)
         x = x + affine(b["attn"]["wo"], jnp.einsum("htk,khd->thd", p, v).reshape(12, 32))
@@ -294,11 +279,7 @@ def test_the_tower_is_the_plain_loop_over_its_blocks(weights):
 def test_the_size_of_the_program_does_not_depend_on_the_depth():
     def lines(depth):
         c = with_vision(TINY, num_hidden_layers=depth)
-        w = jax.tree.map(
-            lambda d: jax.ShapeDtypeStruct(d.full_shape, jnp.float32),
-            vision.weights(c),
-            is_leaf=lambda d: isinstance(d, Weight),
-        )
+        w = map_weights(lambda d: jax.ShapeDtypeStruct(d.full_shape, jnp.float32), vision.weights(c))
         shapes = [jax.ShapeDtypeStruct((2, 24, 48), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.int32)]
         return len(jax.jit(partial(vision.encode, c=c, how=F32)).lower(w, *shapes).as_text().splitlines())
 
@@ -378,16 +359,12 @@ def test_images_that_do_not_fit_are_refused(row, message):
 
 def test_bfloat16_features_stay_near_those_of_float32(weights):
     patches, grid = pair()
-    how = Compute(dtype="bfloat16", query_chunk=8)
     low = jax.tree.map(lambda d, a: a if d.float32 else a.astype(jnp.bfloat16), vision.weights(TINY), weights)
-    made = encode(low, patches.astype(jnp.bfloat16), grid, how)
+    made = encode(low, patches.astype(jnp.bfloat16), grid, Compute(dtype="bfloat16", query_chunk=8))
     expected = encode(weights, patches, grid)
     assert made.dtype == jnp.bfloat16
     # Eight bits a product over four layers: a few percent of the features' size.
     assert np.abs(made.astype(jnp.float32) - expected).max() < 0.05 * np.abs(expected).max()
-
-
-# Gradients.
 
 
 def test_gradients_reach_every_weight_and_the_text_and_are_finite(weights):
@@ -404,9 +381,6 @@ def test_gradients_reach_every_weight_and_the_text_and_are_finite(weights):
         g = np.asarray(g)
         assert np.isfinite(g).all(), path
         assert (np.abs(g.reshape(g.shape[0], -1)).max(axis=1) > 0).all() if g.ndim > 1 else g.any(), path
-
-
-# Routing of image tokens.
 
 
 def test_image_tokens_route_by_their_own_bias_and_text_as_if_there_were_none():
