@@ -1,7 +1,8 @@
 """N-gram memory: hashed rows of large tables, gated into the residual copies before a layer.
 
-Hashing needs 64-bit products (up to 8.2e18), so it runs on the host in NumPy; the model sees row numbers, which fit
-int32. Source: architecture section 10.
+Hashing needs 64-bit products (up to 8.2e18), which JAX narrows to 32 bits without a word unless x64 is on. `rows` runs
+on the host in NumPy int64, for the data pipeline; `rows_device` gives the same numbers inside a compiled program from
+32-bit words. The model sees row numbers, which fit int32. Source: architecture section 10.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
 from dsflash_jax.config import Config
 from dsflash_jax.ops import Rounding, exact, linear
@@ -20,15 +21,25 @@ from dsflash_jax.params import Init, Weight, Weights, norm, normal
 
 SEED_STRIDE = 10007  # multipliers of layer l come from generator seed 10007 * l
 MIN_DOT = 1e-6  # floor under the square root of the gate
+DEAD = -1  # in a history: an image token, or nothing because the sequence starts later
+WORD = 32  # bits of a device integer; hashes are two of them, high and low
+HALF, HALF_MASK = 16, 0xFFFF  # the product of two half words fits a word
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Hash functions of all tables; every array int64."""
+    """Hash functions of all tables; every array int64. Raises ValueError for a table whose rows exceed int32."""
 
     primes: np.ndarray  # [tables, n-gram sizes, heads] rows of each hash head's table
     offsets: np.ndarray  # [tables, N] first row of each head inside the layer's table
     multipliers: np.ndarray  # [tables, longest n-gram] odd factors of the tokens, newest first
+
+    def __post_init__(self) -> None:
+        sizes = [int(n) for n in self.primes.sum(axis=(1, 2))]
+        if max(sizes, default=0) > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"row numbers are int32, but the tables have {sizes} rows: lower engram_vocab_size or engram_n_heads"
+            )
 
 
 def _is_prime(n: int) -> bool:
@@ -76,7 +87,7 @@ def rows(
 
     compressed: int64 [B,T] compressed ids; positions: [B,T], restarting at 0 where a document starts; pad: compressed
     id of the pad token; image: bool [B,T], True inside image spans. The look-back of a token ends at its document's
-    start and at the first image token, its own included: everything from there on is pad.
+    start, at the row's start and at the first image token, its own included: everything from there on is pad.
     """
     b, t = compressed.shape
     tables, sizes, heads = at.primes.shape
@@ -85,13 +96,108 @@ def rows(
     alive = np.ones((b, t), bool)
     mixed = np.zeros((b, t, tables), np.int64)
     for back in range(sizes + 1):
-        shifted = lambda a: np.pad(a, ((0, 0), (back, 0)))[:, :t]  # noqa: B023, E731
-        alive &= (positions >= back) & ~shifted(image)
+        shifted = lambda a, before=0: np.pad(a, ((0, 0), (back, 0)), constant_values=before)[:, :t]  # noqa: B023, E731
+        alive &= (positions >= back) & ~shifted(image, True)
         slot = np.where(alive, shifted(compressed), pad).astype(np.int64)
         mixed ^= slot[:, :, None] * at.multipliers[:, back]
         if back:
             out[:, :, :, back - 1] = mixed[..., None] % at.primes[:, back - 1]
     return (out.reshape(b, t, tables, -1) + at.offsets).astype(np.int32)
+
+
+def rows_device(
+    compressed: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    at: Layout,
+    pad: int,
+    image: Bool[Array, "B T"] | None = None,
+    history: Int32[Array, "B back"] | None = None,
+) -> Int32[Array, "B T tables N"]:
+    """What `rows` returns, bit for bit, in 32-bit operations: for decoding and chunked prefill.
+
+    `at` and `pad` are static; compressed ids lie in [0, 2^31). history: what `remember` gave for the tokens before
+    these, None where the rows start here; positions then go on counting. Only elementwise work: about 20 integer
+    operations a row number on the released layout.
+    """
+    tables, sizes, _ = at.primes.shape
+    b, t = compressed.shape
+    row = _line(compressed, at, image, history)
+    hi = lo = jnp.zeros((b, t, tables), jnp.uint32)
+    alive = jnp.ones((b, t), bool)
+    out = []
+    for back in range(sizes + 1):
+        token = row[:, sizes - back : sizes - back + t]
+        alive &= (positions >= back) & (token != DEAD)
+        slot = jnp.where(alive, token, jnp.int32(pad)).astype(jnp.uint32)
+        high, low = _multiply(slot[:, :, None], at.multipliers[:, back].reshape(1, 1, -1))
+        hi, lo = hi ^ high, lo ^ low
+        if back:
+            out.append(_remainder(hi[..., None], lo[..., None], at.primes[:, back - 1][None, None]))
+    hashed = jnp.stack(out, axis=3).reshape(b, t, tables, -1).astype(jnp.int32)
+    return hashed + at.offsets.astype(np.int32)[None, None]
+
+
+def remember(
+    compressed: Int[Array, "B T"],
+    at: Layout,
+    image: Bool[Array, "B T"] | None = None,
+    history: Int32[Array, "B back"] | None = None,
+) -> Int32[Array, "B back"]:
+    """The last n - 1 compressed ids of each row, oldest first, for the `history` of the tokens that follow; n is the
+    longest n-gram. Image tokens and places before the sequence are DEAD, so ids and liveness travel as one array.
+    """
+    return _line(compressed, at, image, history)[:, compressed.shape[1] :]
+
+
+def _line(
+    compressed: Int[Array, "B T"],
+    at: Layout,
+    image: Bool[Array, "B T"] | None,
+    history: Int32[Array, "B back"] | None,
+) -> Int32[Array, "B line"]:
+    """History and present tokens of each row side by side, DEAD where a look-back ends."""
+    b, sizes = compressed.shape[0], at.primes.shape[1]
+    before = jnp.full((b, sizes), DEAD, jnp.int32) if history is None else history
+    if before.shape[1] != sizes:
+        raise ValueError(
+            f"history holds {before.shape[1]} tokens, but n-grams up to {sizes + 1} look back {sizes}: make it with "
+            "`remember` on the same layout"
+        )
+    present = compressed.astype(jnp.int32)
+    return jnp.concatenate([before, present if image is None else jnp.where(image, jnp.int32(DEAD), present)], axis=1)
+
+
+def _words(factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """High and low word of non-negative int64 constants."""
+    return (factor >> WORD).astype(np.uint32), (factor & np.iinfo(np.uint32).max).astype(np.uint32)
+
+
+def _multiply(a: UInt32[Array, "*A"], factor: np.ndarray) -> tuple[UInt32[Array, "*O"], UInt32[Array, "*O"]]:
+    """High and low word of a * factor mod 2^64, factor a constant int64; shapes broadcast.
+
+    a * low is taken by half words, whose products with their carries stay below 2^32; a * high only reaches the high
+    word, where what overflows is a multiple of 2^64.
+    """
+    high, low = _words(factor)
+    a0, a1, b0, b1 = a & HALF_MASK, a >> HALF, low & HALF_MASK, low >> HALF
+    inner = a1 * b0 + ((a0 * b0) >> HALF)
+    outer = a0 * b1 + (inner & HALF_MASK)
+    return a1 * b1 + (inner >> HALF) + (outer >> HALF) + a * high, a * low
+
+
+def _remainder(hi: UInt32[Array, "*A"], lo: UInt32[Array, "*A"], primes: np.ndarray) -> UInt32[Array, "*O"]:
+    """(hi 2^32 + lo) mod constant primes below 2^31, by long division; shapes broadcast.
+
+    Takes as many bits of the low word at a time as the free bits above a remainder hold: 8 for the released primes.
+    """
+    width = WORD - int(primes.max()).bit_length()
+    p = primes.astype(np.uint32)
+    rest, left = hi % p, WORD
+    while left:
+        step = min(width, left)
+        left -= step
+        rest = ((rest << step) | ((lo >> left) & (2**step - 1))) % p
+    return rest
 
 
 def _value_last(std: float) -> Init:
