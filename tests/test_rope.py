@@ -22,9 +22,7 @@ def reference(golden):
     return np.load(golden / "ops" / "rope.npz")
 
 
-@pytest.mark.parametrize(
-    ("compressed", "name"), [(False, "window_theta10000"), (True, "compress_theta160000_yarn")]
-)
+@pytest.mark.parametrize(("compressed", "name"), [(False, "window_theta10000"), (True, "compress_theta160000_yarn")])
 def test_tables_match_the_reference(released, reference, compressed, name):
     freq = frequencies(released, compressed)
     np.testing.assert_allclose(freq, reference[f"{name}_angles_pos1"], rtol=3e-7)  # float32 powers: 2 ulp

@@ -30,7 +30,14 @@ ENGRAM = {
     "engram_compressed_vocab_size": 40, "engram_pad_token_id": 2,
 }  # fmt: skip
 T_ENGRAM = dataclasses.replace(T, engram_layer_ids=(1, 3), engram_num_embeddings=(60, 120), **ENGRAM)
+# Rows of the tables that ENGRAM gives one layer and two.
+TABLES = {0: (), 1: (60,), 2: (60, 120)}
 STRICT = Compute(dtype="float32", remat="none", query_chunk=8, loss_chunk=8)
+
+
+def with_modes(text: str, **changes: Any) -> Config:
+    """T with other layers, and as many n-gram tables as they have e flags."""
+    return dataclasses.replace(T, **ENGRAM).with_modes(text, engram_num_embeddings=TABLES[text.count("e")], **changes)
 
 
 def weights(c: Config, seed: int = 0) -> dict[str, Any]:
