@@ -35,7 +35,7 @@ def slots(segments: Int[Array, "B T"], positions: Int[Array, "B T"], ratio: int)
     """Lay out the slots of packed rows; `positions` restart at 0 with each document, segment 0 is padding."""
     b, t = segments.shape
     s = t // ratio
-    last = jnp.pad(segments[:, ratio - 1 :], ((0, 0), (0, ratio - 1)))  # segment of the group's last token
+    last = jnp.pad(segments, ((0, 0), (0, ratio - 1)))[:, ratio - 1 :]  # segment of the group's last token
     starts = (segments > 0) & (positions % ratio == 0) & (last == segments)
     starts = starts[:, : s * ratio].reshape(b, s, ratio)
     shift = jnp.argmax(starts, axis=-1).astype(jnp.int32)

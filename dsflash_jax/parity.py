@@ -210,7 +210,8 @@ def gradient_lines(setup: Setup, w: Weights, batch: Batch, trace: str, recorded:
     yield value_line(trace, "logits", logits, recorded["logits"], VALUE_TOLERANCE)
     for name, got in checkpoint.publish(setup.config, grads).items():
         want = recorded.get(f"grad.{name}", np.zeros_like(got))
-        yield value_line(trace, f"grad.{name}", got, want, GRADIENT_TOLERANCE * np.abs(want).max(), "gradient")
+        tolerance = GRADIENT_TOLERANCE * float(np.abs(want).max())
+        yield value_line(trace, f"grad.{name}", got, want, tolerance, "gradient")
 
 
 def check(folder: Path) -> tuple[list[Line], list[str]]:

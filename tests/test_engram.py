@@ -1,0 +1,134 @@
+"""engram.py: hash layout, table rows and the gated write into the stream."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from dsflash_jax import engram
+from dsflash_jax.config import Config
+
+IDS = np.array([[99091, 5, 70000, 1, 12345]])
+PAD = 2
+
+
+@pytest.fixture(scope="module")
+def released(golden) -> Config:
+    return Config.from_json(golden / "config.released.json")
+
+
+@pytest.fixture(scope="module")
+def at(released):
+    return engram.layout(released)
+
+
+def rows(ids, at, **changes):
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return engram.rows(ids, changes.pop("positions", positions), at, PAD, **changes)
+
+
+def test_released_layout_matches_the_reference(golden, at):
+    g = np.load(golden / "ops" / "engram_hash_released.npz")
+    for name in ("primes", "offsets", "multipliers"):
+        np.testing.assert_array_equal(getattr(at, name), g[name])
+    assert at.primes.sum(axis=(1, 2)).tolist() == [384006168, 384016682]
+    assert at.primes[0, 0, 0] == 16000057
+    assert at.multipliers[0].tolist() == [76632096046245, 4839876093313, 35959672319349, 73987337458391]
+
+
+@pytest.mark.parametrize(("array", "masked"), [("ids_text", False), ("ids_masked", True)])
+def test_released_rows_match_the_reference(golden, at, array, masked):
+    g = np.load(golden / "ops" / "engram_hash_released.npz")
+    ids = g["compressed"]
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    image = ~g["text_mask"] if masked else None
+    got = engram.rows(ids, positions, at, int(g["pad_compressed"]), image)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, g[array])
+
+
+def test_hashes_use_64_bit_products_without_x64(at):
+    assert not jax.config.jax_enable_x64
+    got = rows(IDS, at)[0]
+    # First head of the 2-, 3- and 4-gram; a 32-bit product would give 3870767 for the first.
+    assert got[0, 0, [0, 8, 16]].tolist() == [2008568, 134138602, 264495124]
+    assert got[4, 0, [0, 8, 16]].tolist() == [6677170, 139694517, 258766920]
+    assert got[0, 1, [0, -1]].tolist() == [10569928, 372021888]
+
+
+def test_an_image_token_ends_the_look_back(at):
+    plain, image = rows(IDS, at)[0], rows(IDS, at, image=np.arange(5)[None] == 2)[0]
+    assert plain[3, 0, 0] == 13714826
+    assert image[3, 0, 0] == 12185977 and image[3, 0, 16] == 263874986
+    np.testing.assert_array_equal(image[:2], plain[:2])
+    # The image token itself reads pads alone, whatever its id.
+    other = IDS.copy()
+    other[0, 2] = 17
+    np.testing.assert_array_equal(rows(other, at, image=np.arange(5)[None] == 2)[0, 2], image[2])
+
+
+def test_a_packed_document_reads_what_it_reads_alone(at):
+    alone = rows(np.array([[5, 7]]), at)
+    assert alone[0, :, 0, 0].tolist() == [5412672, 1465117]
+    packed = rows(np.array([[99091, 3, 8, 5, 7]]), at, positions=np.array([[0, 1, 2, 0, 1]]))
+    np.testing.assert_array_equal(packed[:, 3:], alone)
+
+
+def test_row_counts_that_are_not_the_sums_of_the_primes_are_refused():
+    wrong = dataclasses.replace(tiny.T_ENGRAM, engram_num_embeddings=(60, 121))
+    with pytest.raises(ValueError, match=r"sum to \[60, 120\]"):
+        engram.layout(wrong)
+
+
+@pytest.fixture(scope="module")
+def module():
+    c = tiny.T_ENGRAM
+    w = tiny.weights(c)["layers"]["layer1"]["engram"]
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((1, 5, c.hc_mult, c.hidden_size)), jnp.float32)
+    return c, w, x, jnp.asarray(rng.integers(0, 60, (1, 5, 4)), jnp.int32)
+
+
+def test_each_copy_has_its_own_gate_and_all_share_one_value(module):
+    c, w, x, ids = module
+    got, gate = engram.apply(w, x, ids, None, c)
+    read = np.asarray(w["embed"])[np.asarray(ids)].reshape(1, 5, -1)
+    kv = np.tensordot(read, np.asarray(w["wkv"]), 1)  # [1, 5, copies + 1, D]
+    for t, copy in np.ndindex(5, c.hc_mult):
+        stream, key = np.asarray(x)[0, t, copy], kv[0, t, copy]
+        scale = np.asarray(w["q_weight"])[copy] * np.asarray(w["k_weight"])[copy]
+        unit = lambda a: a / np.sqrt((a**2).mean())  # noqa: E731
+        dot = (unit(stream) * scale * unit(key)).sum() / np.sqrt(c.hidden_size)
+        want = 1 / (1 + np.exp(-np.sign(dot) * np.sqrt(max(abs(dot), 1e-6))))
+        np.testing.assert_allclose(gate[0, t, copy], want, rtol=1e-5)  # float32 sums of 16 terms
+        np.testing.assert_allclose(got[0, t, copy], stream + want * kv[0, t, -1], atol=1e-5)
+
+
+def test_image_tokens_keep_their_stream_bit_for_bit(module):
+    c, w, x, ids = module
+    image = jnp.asarray([[False, True, False, False, False]])
+    got, gate = engram.apply(w, x, ids, image, c)
+    np.testing.assert_array_equal(got[:, 1], x[:, 1])
+    np.testing.assert_array_equal(gate[:, 1], np.zeros((1, c.hc_mult)))
+    assert (gate[:, 2:] > 0).all()
+
+
+def test_a_gate_at_dot_0_has_finite_gradients(module):
+    c, w, x, ids = module
+    still = w | {"q_weight": jnp.zeros_like(w["q_weight"])}
+    with jax.debug_nans(True):
+        grads = jax.grad(lambda w, x: engram.apply(w, x, ids, None, c)[0].sum(), argnums=(0, 1))(still, x)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_a_fresh_module_is_the_identity_and_still_learns(module):
+    c, _, x, ids = module
+    w = {name: d.init(jax.random.key(0), d.shape, jnp.float32) for name, d in engram.weights(c, 0).items()}
+    np.testing.assert_array_equal(engram.apply(w, x, ids, None, c)[0], x)
+    grads = jax.grad(lambda w: jnp.sum(jnp.square(engram.apply(w, x, ids, None, c)[0])))(w)
+    assert float(jnp.abs(grads["wkv"][:, -1]).max()) > 0

@@ -1,0 +1,97 @@
+"""rope.py: the two frequency regimes of the released model, pairing, and the inverse rotation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsflash_jax.config import Config, RopeScaling
+from dsflash_jax.rope import Angles, angles, frequencies, rotate, rotate_single
+
+
+@pytest.fixture(scope="module")
+def released(golden) -> Config:
+    return Config.from_json(golden / "config.released.json")
+
+
+@pytest.fixture(scope="module")
+def reference(golden):
+    return np.load(golden / "ops" / "rope.npz")
+
+
+@pytest.mark.parametrize(("compressed", "name"), [(False, "window_theta10000"), (True, "compress_theta160000_yarn")])
+def test_tables_match_the_reference(released, reference, compressed, name):
+    freq = frequencies(released, compressed)
+    np.testing.assert_allclose(freq, reference[f"{name}_angles_pos1"], rtol=3e-7)  # float32 powers: 2 ulp
+    at = angles(freq, jnp.asarray(reference["positions"], jnp.int32))
+    got = np.stack([at.cos, at.sin], axis=-1)
+    # A float32 frequency is off by up to 1.2e-7 relative, so the angle at position p by up to 1.2e-7 p radians.
+    allowed = np.maximum(2.5e-7 * reference["positions"], 1e-6)[:, None, None]
+    assert (np.abs(got - reference[name]) <= allowed).all()
+
+
+def test_rotation_and_its_inverse_match_the_reference(released, reference):
+    at = angles(frequencies(released, True), jnp.arange(16, dtype=jnp.int32))
+    x = jnp.asarray(reference["x"])
+    at = Angles(at.cos[None], at.sin[None])
+    y = rotate(x, at)
+    np.testing.assert_allclose(y, reference["y"], atol=3e-6)  # angles to 16 rad in float32 times entries of size 4
+    np.testing.assert_allclose(rotate(y, at, inverse=True), reference["z"], atol=5e-6)  # twice that
+    np.testing.assert_allclose(rotate(y, at, inverse=True), x, atol=2e-6)  # cos^2 + sin^2 = 1 to rounding
+
+
+def test_neighbouring_channels_form_a_pair():
+    at = angles(np.asarray([1.0, 0.01], np.float32), jnp.asarray([1], jnp.int32))
+    got = rotate_single(jnp.asarray([[1.0, 0.0, 0.0, 0.0]]), at)
+    np.testing.assert_allclose(got, [[np.cos(1), np.sin(1), 0, 0]], atol=1e-6)  # half-split: [cos 1, 0, sin 1, 0]
+
+
+def test_only_the_last_channels_turn():
+    at = angles(np.asarray([1.0], np.float32), jnp.asarray([2], jnp.int32))
+    got = rotate_single(jnp.asarray([[5.0, 7.0, 1.0, 0.0]]), at)
+    np.testing.assert_allclose(got, [[5, 7, np.cos(2), np.sin(2)]], atol=1e-6)
+
+
+def test_yarn_keeps_fast_channels_and_divides_slow_ones(released):
+    plain = 160000.0 ** (-np.arange(0, 64, 2) / 64)
+    ratio = frequencies(released, True) / plain
+    np.testing.assert_allclose(ratio[:16], 1, rtol=2e-7)  # one float32 rounding
+    np.testing.assert_allclose(ratio[25:], 1 / 16, rtol=2e-7)
+    np.testing.assert_allclose(ratio[20], 0.53125, rtol=2e-7)
+    np.testing.assert_allclose(frequencies(released, True)[20], 2.969778e-4, rtol=5e-7)
+
+
+def test_window_layers_turn_without_yarn(released):
+    freq = frequencies(released, False)
+    np.testing.assert_allclose(freq[20], 3.162278e-3, rtol=5e-7)
+    moved = dataclasses.replace(released, compress_rope_theta=5e4, rope_scaling=RopeScaling(factor=4))
+    np.testing.assert_array_equal(frequencies(moved, False), freq)
+    assert (frequencies(moved, True) != frequencies(released, True)).any()
+
+
+def test_factor_1_is_plain_rotation(released):
+    plain = dataclasses.replace(released, rope_scaling=RopeScaling(factor=1))
+    want = 160000.0 ** (-np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(frequencies(plain, True), want, rtol=1.2e-7)  # 1 ulp
+
+
+def test_tables_are_float32_and_tell_the_last_positions_apart(released):
+    at = angles(frequencies(released, False), jnp.asarray([1048574, 1048575], jnp.int32))
+    assert at.cos.dtype == at.sin.dtype == jnp.float32
+    assert (at.cos[0] != at.cos[1]).any() and (at.sin[0] != at.sin[1]).any()
+    exact = np.arange(1048574, 1048576)[:, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    assert np.abs(at.cos - np.cos(exact)).max() <= 0.25  # what float32 frequencies allow there
+    near = angles(frequencies(released, False), jnp.asarray([4096], jnp.int32))
+    assert np.abs(near.cos[0] - np.cos(4096 * 10000.0 ** (-np.arange(0, 64, 2) / 64))).max() <= 1e-3
+
+
+def test_bfloat16_vectors_turn_in_float32(released):
+    at = angles(frequencies(released, False), jnp.asarray([3], jnp.int32))
+    x = jnp.ones((1, 64), jnp.bfloat16)
+    got = rotate_single(x, at)
+    assert got.dtype == jnp.bfloat16
+    want = rotate_single(x.astype(jnp.float32), at).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
