@@ -134,7 +134,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         refuse(f"{arguments.config} describes a model only; training needs a run with data, optim and steps, like demo")
     try:
         return training.run(run, arguments.json)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         refuse(error)
 
 

@@ -5,6 +5,7 @@ The plain way, without a cache: every token costs a whole forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,13 +18,24 @@ from dsflash_jax.config import Compute, Config
 from dsflash_jax.model import Batch, Setup
 from dsflash_jax.params import Weights
 
+RowsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ids [1,T], positions [1,T] to rows [1,T,tables,N]
+
 
 def continue_ids(
-    c: Config, how: Compute, w: Weights, prompt: Int[np.ndarray, " P"], count: int, temperature: float, key: Array
+    c: Config,
+    how: Compute,
+    w: Weights,
+    prompt: Int[np.ndarray, " P"],
+    count: int,
+    temperature: float,
+    key: Array,
+    rows_of: RowsOf | None = None,
 ) -> Int[np.ndarray, " count"]:
     """Up to `count` ids after a prompt, ending before end-of-sequence; temperature 0 is greedy.
 
-    Raises ValueError for an empty prompt, an id outside the vocabulary, or a result longer than the model's limit.
+    A model with n-gram memory needs `rows_of`, which gives the table rows of ids at positions; it runs on the host.
+    Raises ValueError for an empty prompt, an id outside the vocabulary, a result longer than the model's limit, or
+    n-gram memory without `rows_of`.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one id, for example the beginning-of-sequence id")
@@ -34,28 +46,35 @@ def continue_ids(
         raise ValueError(
             f"{len(prompt)} prompt ids and {count} new ones exceed max_position_embeddings={c.max_position_embeddings}"
         )
-    buffer = jnp.zeros((1, total), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
-    step = jax.jit(partial(_next, c, how), static_argnames="greedy", donate_argnames="buffer")
+    if c.engram_layer_ids and rows_of is None:
+        raise ValueError(f"layers {list(c.engram_layer_ids)} have n-gram memory: give rows_of, see `engram.rows`")
+    ids = np.zeros((1, total), np.int32)
+    ids[0, : len(prompt)] = prompt
+    positions = np.arange(total, dtype=np.int32)[None]
+    step = jax.jit(partial(_next, c, how, temperature))
     for at in range(len(prompt), total):
-        buffer = step(w, buffer=buffer, at=at, key=key, temperature=temperature or 1.0, greedy=temperature == 0)
-        if int(buffer[0, at]) == c.eos_token_id:
-            return np.asarray(buffer)[0, len(prompt) : at]
-    return np.asarray(buffer)[0, len(prompt) :]
+        rows = None if rows_of is None else rows_of(ids, positions)
+        ids[0, at] = step(w, ids, positions, rows, at, key)
+        if ids[0, at] == c.eos_token_id:
+            return ids[0, len(prompt) : at]
+    return ids[0, len(prompt) :]
 
 
 def _next(
     c: Config,
     how: Compute,
+    temperature: float,
     w: Weights,
-    buffer: Int[Array, "1 T"],
+    ids: Int[Array, "1 T"],
+    positions: Int[Array, "1 T"],
+    rows: Int[Array, "1 T tables N"] | None,
     at: Array,
     key: Array,
-    temperature: Array,
-    greedy: bool,
-) -> Int[Array, "1 T"]:
-    """The buffer with the id at row `at` drawn; what lies behind it is not seen, for the model is causal."""
-    positions = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None]
-    y, _ = model.forward(Setup(c, how), w, Batch(buffer, jnp.ones_like(buffer), positions))
+) -> Int[Array, ""]:
+    """The id at row `at`, drawn; what stands there or behind it is not seen, for the model is causal."""
+    batch = Batch(ids, jnp.ones_like(ids), positions, engram_rows=rows)
+    y, _ = model.forward(Setup(c, how), w, batch)
     row: Float[Array, " V"] = model.logits(w["head"], jax.lax.dynamic_index_in_dim(y[0], at - 1, keepdims=False))
-    drawn = jnp.argmax(row) if greedy else jax.random.categorical(jax.random.fold_in(key, at), row / temperature)
-    return buffer.at[0, at].set(drawn.astype(jnp.int32))
+    if temperature == 0:
+        return jnp.argmax(row)
+    return jax.random.categorical(jax.random.fold_in(key, at), row / temperature)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsflash_jax.config import Compute, Config, Objective, need
+from train import tokenizer
 from train.data import Data
 from train.optim import Optim
+
+ROOM = 8  # a vocabulary of a multiple of this is proposed; wider arrays of whole lanes cost nothing
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,20 @@ class Run:
         for key in ("seed", "sample_tokens", "sample_temperature"):
             need(getattr(self, key) >= 0, f"{key} must not be negative, got {getattr(self, key)}")
         need(bool(self.out), "out names the folder of the run; give it a name, for example out=runs/demo")
+        _match_tokenizer(self.model)
         limit = self.model.max_position_embeddings
         need(self.data.seq_len <= limit,
              f"data.seq_len={self.data.seq_len} exceeds model.max_position_embeddings={limit}")  # fmt: skip
+
+
+def _match_tokenizer(c: Config) -> None:
+    """Refuse a model that cannot read the ids of the byte tokenizer."""
+    need(c.vocab_size >= tokenizer.vocab_size,
+         f"model.vocab_size={c.vocab_size} has no room for the {tokenizer.vocab_size} ids of the byte tokenizer: raise "
+         f"it, for example to {tokenizer.padded_vocab_size(ROOM)}")  # fmt: skip
+    for key, value in (("bos", tokenizer.BOS), ("eos", tokenizer.EOS), ("pad", tokenizer.PAD)):
+        given = getattr(c, f"{key}_token_id")
+        need(given == value, f"model.{key}_token_id={given}, but the byte tokenizer writes {value}: set it to {value}")
+    need(not c.engram_layer_ids or c.engram_compressed_vocab_size == c.vocab_size,
+         f"model.engram_compressed_vocab_size={c.engram_compressed_vocab_size}: n-grams of bytes are hashed from the "
+         f"ids themselves, so it must equal model.vocab_size={c.vocab_size}")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from dsflash_jax import model, sample
+from dsflash_jax import engram, model, sample
+from dsflash_jax.config import Config
 from dsflash_jax.model import Batch
 from dsflash_jax.params import leaves
 from train import data, metrics, step, tokenizer
@@ -25,6 +28,9 @@ from train.config import Run
 from train.data import Batches
 from train.saver import Saver
 from train.step import Metrics, TrainState
+
+AS_ASKED = "as asked"  # why a run stopped at the step `until`
+SHOWN = 3  # names that a message lists before it counts the rest
 
 
 class NonFinite(RuntimeError):
@@ -56,50 +62,95 @@ def stop_signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def run(config: Run, json_path: Path | None = None) -> int:
-    """Train to the end, or from the newest checkpoint to the end; returns the exit code.
+def run(config: Run, json_path: Path | None = None, until: int | None = None) -> int:
+    """Train to the end, or from the newest checkpoint to the end; returns the exit status.
 
-    Leaves checkpoints, metrics.jsonl, loss.png, config.json and sample.txt in `config.out`.
+    0: the last step was reached, now or before; or a signal, or the step `until`, made it save and leave.
+    1: a number was not finite; nothing of that step was kept.
+    Leaves checkpoints, metrics.jsonl, loss.png, config.json and sample.txt in `config.out`, and the result in
+    `json_path`. Raises ValueError or FileNotFoundError, before anything is trained, for a run that cannot be: no
+    device, no text, or a folder that holds the checkpoints of another run.
     """
     console = Console()
+    _check_devices()
+    batches, heldout = _read(config)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config.model.to_json(), indent=2) + "\n")
-    batches = data.batches(config.data)
-    heldout = [_batch(b) for b in data.batches(config.data, "heldout", n_batches=config.eval_batches)]
     saver = Saver(config)
-    state = _start(config, saver, batches, console)
-    log = metrics.Log(out / "metrics.jsonl", int(state.step))
     try:
-        state, stopped = _loop(config, state, batches, heldout, saver, log, console)
+        state = _start(config, saver, batches, console)
+        (out / "config.json").write_text(json.dumps(config.model.to_json(), indent=2) + "\n")
+        log = metrics.Log(out / "metrics.jsonl", int(state.step))
+        if int(state.step) == config.steps:
+            metrics.say(console, f"{out} has reached its last step {config.steps} already: nothing to train")
+            stopped = None
+        else:
+            state, stopped = _loop(config, state, batches, heldout, saver, log, console, until)
     except NonFinite as error:
-        console.print(f"[red]stopped:[/] {error}")
+        metrics.say(console, f"stopped: {error}")
+        _write(json_path, {"status": "not finite", "out": str(out), "step": saver.latest() or 0, "error": str(error)})
         return 1
     finally:
         saver.close()
         batches.close()
-    metrics.plot(log, out / "loss.png", out.name)
+    metrics.plot(log.path, out / "loss.png", out.name)
+    result = {"status": stopped or "finished", "out": str(out), "step": int(state.step), "heldout": log.last("heldout")}
     if stopped:
-        console.print(f"{stopped}: saved step {int(state.step)} in {out}; the same command goes on from there")
-        return 0
-    return _finish(config, state, log, out, console, json_path)
+        text = f"{stopped}: saved step {int(state.step)} in {out}; the same command goes on from there"
+        metrics.say(console, text)
+    else:
+        result["sample"] = _sample(config, state, out, console)
+        metrics.say(console, f"checkpoints, metrics.jsonl, loss.png and sample.txt are in {out}")
+    _write(json_path, result)
+    return 0
+
+
+def _check_devices() -> None:
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ValueError(
+            f"JAX found no device with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: {error}. Unset it to run "
+            "on what there is, or install the extra for the accelerator (tpu or cuda)"
+        ) from error
+
+
+def _read(config: Run) -> tuple[Batches, list[Batch]]:
+    """Training batches, and the held-out ones; with n-gram rows where the model reads them."""
+    rows_of = row_reader(config.model)
+
+    def add_rows(batch: data.Arrays) -> data.Arrays:
+        return batch if rows_of is None else batch | {"engram_rows": rows_of(batch["tokens"], batch["positions"])}
+
+    heldout = data.batches(config.data, "heldout", n_batches=config.eval_batches, transform=add_rows)
+    return data.batches(config.data, transform=add_rows), [_batch(b) for b in heldout]
+
+
+def row_reader(c: Config) -> sample.RowsOf | None:
+    """What gives the n-gram table rows of byte ids at positions; None for a model without n-gram memory.
+
+    A byte has no other spellings to merge, so the compressed vocabulary is the identity over the model's ids.
+    """
+    if not c.engram_layer_ids:
+        return None
+    layout = engram.layout(c)
+    return lambda ids, positions: engram.rows(ids.astype(np.int64), positions, layout, c.engram_pad_token_id)
 
 
 def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> TrainState:
     """The newest checkpoint, or a fresh state; also says what is about to be trained."""
-    declared = leaves(model.declare(config.model)).values()
-    size = sum(w.size for w in declared)
-    console.print(
-        f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {size:,} parameters, layers {config.model.modes}"
-    )
+    size = sum(w.size for w in leaves(model.declare(config.model)).values())
+    versions = f"jax {jax.__version__}, flax {flax.__version__} on {jax.devices()[0].device_kind}"
+    metrics.say(console, f"{versions}; {size:,} parameters, layers {config.model.modes}")
     packed = batches.packed
-    console.print(f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens")
+    text = f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens"
+    metrics.say(console, text)
     if saver.latest() is None:
         return jax.jit(partial(step.initial, config))()
     like = jax.eval_shape(partial(step.initial, config))
     state, position = saver.restore(like)
     batches.set_state(position)
-    console.print(f"going on from step {int(state.step)}")
+    metrics.say(console, f"going on from step {int(state.step)}")
     return state
 
 
@@ -111,43 +162,55 @@ def _loop(
     saver: Saver,
     log: metrics.Log,
     console: Console,
+    until: int | None,
 ) -> tuple[TrainState, str | None]:
-    """Steps to the end or to a signal, whose name is returned.
+    """Steps to the end, or to a signal or `until`; returns why it stopped early.
 
-    A step's metrics are read after the next step was started, so that the device never waits for the host.
+    A step's metrics are read after the next step was started, so that the device never waits for the host; before an
+    evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
     train = jax.jit(step.make_step(config), donate_argnums=0)
     score = jax.jit(partial(step.evaluate, config.model, config.compute))
-    first, pending = int(state.step), None
+    first, end = int(state.step), min(config.steps, until or config.steps)
+    pending: tuple[int, Metrics] | None = None
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
-
-        def settle() -> None:
-            if pending is not None:
-                _report(config, pending, log, screen)
-
-        for at in range(first + 1, config.steps + 1):
+        for at in range(first + 1, end + 1):
             state, made = train(state, _batch(next(batches)))
-            settle()
+            if pending:
+                _report(config, *pending, batches, saver, log, screen)
             pending = (at, made)
-            asked = stop.asked
-            last = at == config.steps or asked is not None
-            if last or at % config.eval_every == 0 or at % config.save_every == 0:
-                settle()
-                pending = None
-            if at % config.eval_every == 0 or at == config.steps:
-                _evaluate(score, state, at, heldout, log, screen)
-            if last or at % config.save_every == 0:
-                saver.save(state, batches.get_state())
-            if asked:
+            asked = stop.asked or (AS_ASKED if at == end else None)
+            last = at == config.steps
+            evaluates = last or at % config.eval_every == 0
+            saves = last or asked is not None or at % config.save_every == 0
+            if not evaluates and not saves:
+                continue
+            _report(config, *pending, batches, saver, log, screen)
+            pending = None
+            with screen.pause():
+                if evaluates:
+                    _evaluate(score, state, at, heldout, log, console)
+                if saves:
+                    saver.save(state, batches.get_state())
+            if asked and not last:
                 return state, asked
-    return state, None
+    return state, None if end == config.steps else AS_ASKED
 
 
-def _report(config: Run, pending: tuple[int, Metrics], log: metrics.Log, screen: metrics.Screen) -> None:
+def _report(
+    config: Run, at: int, made: Metrics, batches: Batches, saver: Saver, log: metrics.Log, screen: metrics.Screen
+) -> None:
     """Check and write one step's metrics."""
-    at, made = pending[0], jax.device_get(pending[1])
-    if not made.finite:
-        raise NonFinite(_blame(config, at, made))
+    made = jax.device_get(made)
+    if not made.finite.everything:
+        saved = saver.latest()
+        raise NonFinite(
+            f"step {at}: {_blame(config, made)}. Nothing of it was kept, and in {config.out} "
+            + ("there is no checkpoint yet. " if saved is None else f"the checkpoint of step {saved} is untouched. ")
+            + "Start again with a lower optim.peak, a lower optim.clip (now "
+            f"{config.optim.clip:g}, 0 clips nothing) or a longer optim.warmup_steps, in another folder with out=...; "
+            f"or look at the text of this step: {_texts(batches, at)}"
+        )
     values = metrics.record(config.model, made)
     report = at % config.log_every == 0 or at == config.steps
     screen.step(at, values, report)
@@ -155,51 +218,61 @@ def _report(config: Run, pending: tuple[int, Metrics], log: metrics.Log, screen:
         log.write("train", at, values | {"tokens_per_second": round(screen.tokens_per_second, 1)})
 
 
-def _blame(config: Run, at: int, made: Metrics) -> str:
-    """What was not finite, where, and what to do."""
-    names = [n for n, ok in zip(leaves(model.declare(config.model)), made.finite_leaves, strict=True) if not ok]
-    what = f"loss {float(made.report.loss)}" if not np.isfinite(made.report.loss) else "loss finite"
-    where = f"gradients of {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"step {at}: {what}, not finite: {where if names else 'no gradient'}. The weights are those of step {at - 1}, "
-        f"the last checkpoint in {config.out} is untouched. Lower optim.peak or optim.clip, lengthen "
-        "optim.warmup_steps, or look at the batch of this step; the same command goes on from the checkpoint"
-    )
+def _blame(config: Run, made: Metrics) -> str:
+    """Which numbers of a step are not finite."""
+    names = list(leaves(model.declare(config.model)))
+
+    def some(what: str, finite: np.ndarray) -> list[str]:
+        bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
+        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        return [f"the {what} of {', '.join(bad[:SHOWN])}{more}"] if bad else []
+
+    f = made.finite
+    parts = [] if f.loss else [f"the loss ({float(made.report.loss)})"]
+    parts += some("gradients", f.gradients)
+    if not parts:  # a fault of the update, then; otherwise these two only follow
+        parts = some("new weights", f.weights) + ([] if f.optimiser else ["the optimiser state"])
+    return f"not finite: {'; '.join(parts)}"
 
 
-def _evaluate(
-    score: Any, state: TrainState, at: int, heldout: list[Batch], log: metrics.Log, screen: metrics.Screen
-) -> None:
+def _texts(batches: Batches, at: int) -> str:
+    """The first pieces of text in the batch of a step."""
+    pieces = [piece for row in batches.contents(at - 1) for piece in row]
+    return ", ".join(pieces[:SHOWN]) + (f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else "")
+
+
+def _evaluate(score: Any, state: TrainState, at: int, heldout: list[Batch], log: metrics.Log, console: Console) -> None:
     """Held-out loss in nats a byte of text: all predicted tokens count, document ends included, over the bytes."""
     sums = [jax.device_get(score(state.params, batch)) for batch in heldout]
     nll, tokens = sum(float(s.nll) for s in sums), sum(float(s.tokens) for s in sums)
     text = sum(float(jnp.sum(b.loss_mask * (b.targets >= tokenizer.SPECIALS))) for b in heldout)
     values = {"nats_per_byte": nll / text, "nll": nll / tokens, "accuracy": sum(float(s.hits) for s in sums) / tokens}
     log.write("heldout", at, values | {"bytes": int(text)})
-    screen.console.print(f"step {at}: held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes")
+    metrics.say(console, f"step {at}: held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes")
 
 
-def _finish(
-    config: Run, state: TrainState, log: metrics.Log, out: Path, console: Console, json_path: Path | None
-) -> int:
-    """Sample, and say what was made."""
-    result: dict[str, Any] = {"steps": int(state.step), "out": str(out), **log.lines("heldout")[-1]}
-    if config.sample_tokens:
-        prompt = np.concatenate([[config.model.bos_token_id], tokenizer.encode(config.sample_prompt)])
-        ids = sample.continue_ids(
-            config.model, config.compute, state.params, prompt, config.sample_tokens, config.sample_temperature,
-            jax.random.key(config.seed),
-        )  # fmt: skip
-        text = config.sample_prompt + tokenizer.decode(ids)
-        (out / "sample.txt").write_text(text)
-        console.rule("sample")
-        console.print(text, markup=False, highlight=False)
-        console.rule()
-        result["sample"] = text
-    console.print(f"checkpoints, metrics.jsonl, loss.png and sample.txt are in {out}")
-    if json_path:
-        json_path.write_text(json.dumps(result, indent=2))
-    return 0
+def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str | None:
+    """Sample, show and keep a text; None if the run wants none."""
+    if not config.sample_tokens:
+        return None
+    prompt = np.concatenate([[config.model.bos_token_id], tokenizer.encode(config.sample_prompt)])
+    ids = sample.continue_ids(
+        config.model, config.compute, state.params, prompt, config.sample_tokens, config.sample_temperature,
+        jax.random.key(config.seed), row_reader(config.model),
+    )  # fmt: skip
+    text = config.sample_prompt + tokenizer.decode(ids)
+    (out / "sample.txt").write_text(text)
+    console.rule("sample")
+    metrics.say(console, text)
+    console.rule()
+    return text
+
+
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write the machine-readable result where it is asked for."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _batch(arrays: dict[str, np.ndarray]) -> Batch:

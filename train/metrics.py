@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsflash_jax.config import Config
 from train.step import Metrics
@@ -36,82 +38,110 @@ def record(c: Config, m: Metrics) -> dict[str, Any]:
     }
 
 
+def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, of one kind or all; none if there is no file.
+
+    A last line that a killed process left unfinished does not count.
+    """
+    whole = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")] if path.exists() else []
+    return [line for line in map(json.loads, whole) if kind in (None, line["kind"])]
+
+
 class Log:
     """metrics.jsonl of a run; opening it at a step drops the lines of later steps, which will be written again."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = [line for line in self._lines() if line["step"] <= step] if path.exists() else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-    def _lines(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed process may leave half a line
+        kept = [line for line in read(path) if line["step"] <= step]
+        fresh = path.with_suffix(".tmp")  # a process killed here loses no line
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(fresh, path)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a line of `kind` ("train" or "heldout") for the state after `step` updates."""
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
 
-    def lines(self, kind: str) -> list[dict[str, Any]]:
-        """All lines of a kind, in order."""
-        return [line for line in self._lines() if line["kind"] == kind]
+    def last(self, kind: str) -> dict[str, Any] | None:
+        """The newest line of a kind, None without one."""
+        lines = read(self.path, kind)
+        return lines[-1] if lines else None
 
 
-def plot(log: Log, path: Path, title: str) -> None:
-    """Training and held-out loss against the step, as a PNG."""
-    import matplotlib
+def plot(source: Path, target: Path, title: str) -> None:
+    """Training and held-out loss of a metrics.jsonl against the step, as a PNG; leaves a notebook's backend alone."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    train, heldout = log.lines("train"), log.lines("heldout")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    train, heldout = read(source, "train"), read(source, "heldout")
     axes.plot([x["step"] for x in train], [x["nll"] for x in train], label="train, nats a token", lw=1)
     axes.plot([x["step"] for x in heldout], [x["nats_per_byte"] for x in heldout], "o-", label="held out, nats a byte")
     axes.set(xlabel="step", ylabel="cross-entropy", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(target, dpi=120)
+
+
+def say(console: Console, text: str) -> None:
+    """Print plain text, on one line where it is one, whatever brackets it holds and however wide the terminal is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Screen:
-    """Progress of a run: a bar on a terminal, a line each report elsewhere."""
+    """Progress of a run: a bar on a terminal, a line each report elsewhere.
 
-    def __init__(self, console: Console, start: int, steps: int) -> None:
-        self.console, self.start, self.steps = console, start, steps
-        self.began: float | None = None  # set after the first step, which compiles
-        self.tokens = 0
+    Speed and ETA count steps only: not the first, which compiles, and not what runs inside `pause`.
+    """
+
+    def __init__(self, console: Console, start: int, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.start, self.steps, self._clock = console, start, steps, clock
+        self._began: float | None = None  # when the first step ended, moved on by every pause
+        self._tokens = 0  # of the steps since then
         columns = (
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            TimeElapsedColumn(), TextColumn("ETA {task.fields[left]}"),
         )  # fmt: skip
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600)
-        self.task = self.bar.add_task("train", total=steps, completed=start, text="compiling")
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("train", total=steps, completed=start, text="compiling", left="-")
 
     @property
     def tokens_per_second(self) -> float:
         """Counted tokens a second since the first step ended; 0 before that."""
-        return self.tokens / (time.monotonic() - self.began) if self.began and self.tokens else 0.0
+        return self._tokens / self._seconds if self._tokens and self._seconds > 0 else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        return 0.0 if self._began is None else self._clock() - self._began
 
     def step(self, step: int, values: dict[str, Any], report: bool) -> None:
         """Show the state after `step` updates."""
-        if self.began is None:
-            self.began = time.monotonic()
+        if self._began is None:
+            self._began = self._clock()
         else:
-            self.tokens += values["tokens"]
+            self._tokens += values["tokens"]
         text = f"loss {values['loss']:.3f}  {self.tokens_per_second:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step, text=text)
+        left = self._left(step)
+        self.bar.update(self.task, completed=step, text=text, left=left)
         if report and self.bar.disable:
-            left = self._left(step)
-            self.console.print(f"step {step}/{self.steps}  {text}  grad {values['grad_norm']:.2f}  ETA {left}")
+            line = f"step {step}/{self.steps}  {text}  grad {values['grad_norm']:.2f}  ETA {left}"
+            say(self.console, line)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time inside counts neither for the speed nor for the ETA."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._began is not None:
+                self._began += self._clock() - began
 
     def _left(self, step: int) -> str:
-        done = step - self.start - 1
-        if self.began is None or done < 1:
+        timed = step - self.start - 1
+        if timed < 1:
             return "-"
-        return time.strftime("%H:%M:%S", time.gmtime((time.monotonic() - self.began) / done * (self.steps - step)))
+        return str(timedelta(seconds=round(self._seconds / timed * (self.steps - step))))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from train.config import Run
 from train.step import TrainState
 
 IDENTITY = ("model", "objective", "optim", "data", "steps", "seed")  # what a continued run must not change
+FREE = ("source", "prefetch")  # of data: the documents are compared by their content when the position is restored
 
 
 class Saver:
@@ -21,9 +22,15 @@ class Saver:
 
     def __init__(self, run: Run) -> None:
         self.folder = Path(run.out).resolve() / "checkpoints"
-        self._identity = json.loads(json.dumps({key: _plain(getattr(run, key)) for key in IDENTITY}))
+        identity = {key: _plain(getattr(run, key)) for key in IDENTITY}
+        identity["data"] = {key: value for key, value in identity["data"].items() if key not in FREE}
+        self._identity = json.loads(json.dumps(identity))
         # Synchronous: on a CPU the arrays of the next, donated step would be the ones being written.
-        options = ocp.CheckpointManagerOptions(max_to_keep=run.keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=run.keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,  # what a killed process left half-written
+        )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def latest(self) -> int | None:
@@ -38,7 +45,11 @@ class Saver:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), run=ocp.args.JsonSave(self._identity)
         )
-        self._manager.save(step, args=args)
+        if not self._manager.save(step, args=args):
+            raise RuntimeError(
+                f"{self.folder}: step {step} was not saved, the newest one there is of step {self.latest()}. "
+                "Two runs that write into one folder do this: give each its own out=..."
+            )
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The newest checkpoint, with the shapes and dtypes of `like`, and its data position.
@@ -50,8 +61,9 @@ class Saver:
         changed = sorted(_differences("", saved, self._identity))
         if changed:
             raise ValueError(
-                f"{self.folder} was written by another run: {'; '.join(changed)}. "
-                "Give these their old values, choose another folder with out=..., or remove the old one"
+                f"{self.folder} was written by another run: {'; '.join(changed)}. Give these their old values, choose "
+                "another folder with out=..., or remove the old one. Free to change are out, keep, log_every, "
+                f"save_every, eval_*, sample_*, compute.* and {', '.join(f'data.{key}' for key in FREE)}"
             )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
@@ -64,12 +76,13 @@ class Saver:
 
 
 def _plain(value: Any) -> Any:
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _differences(path: str, old: Any, new: Any) -> list[str]:
-    """Every dotted key whose value differs, with both values."""
+    """Every dotted key whose value differs, with both values; a key that one side lacks is `absent` there."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = old.keys() | new.keys()
-        return [d for k in keys for d in _differences(f"{path}.{k}".lstrip("."), old.get(k), new.get(k))]
-    return [] if old == new else [f"{path} was {old!r}, is {new!r}"]
+        return [d for k in keys for d in _differences(f"{path}.{k}".lstrip("."), old.get(k, ...), new.get(k, ...))]
+    show = lambda value: "absent" if value is ... else repr(value)  # noqa: E731
+    return [] if old == new else [f"{path} was {show(old)}, is {show(new)}"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dsflash_jax import loss, model, modes
 from dsflash_jax.config import Compute, Config
@@ -34,14 +34,28 @@ class TrainState:
 
 
 @struct.dataclass
+class Finite:
+    """Which numbers of a step are finite; leaves in the order of `params.leaves`."""
+
+    loss: Any  # bool []
+    gradients: Any  # bool [leaves]
+    weights: Any  # bool [leaves]: after the update
+    optimiser: Any  # bool []: its state after the update
+
+    @property
+    def everything(self) -> Any:
+        """Bool []: no number overflowed or is undefined."""
+        return self.loss & self.gradients.all() & self.weights.all() & self.optimiser
+
+
+@struct.dataclass
 class Metrics:
     """What a step reports."""
 
     report: loss.Report
     grad_norm: Any  # float []: over all families but the rule-based, before clipping
-    learning_rate: Any  # float []
-    finite: Any  # bool []: loss and every gradient; when False the step changed nothing
-    finite_leaves: Any  # bool [leaves]: by gradient leaf, in the order of `params.leaves`
+    learning_rate: Any  # float []: of this update, `schedule(updates done before it)`
+    finite: Finite  # unless everything is, the step changed nothing
 
 
 def initial(run: Run) -> TrainState:
@@ -55,7 +69,7 @@ def initial(run: Run) -> TrainState:
 def make_step(run: Run) -> Step:
     """The training step of a run, a pure function; jit it with the state donated.
 
-    A step whose loss or gradient is not finite returns the old state with `finite` False.
+    A step whose loss, gradient, new weight or new optimiser state is not finite returns the old state.
     """
     declared = model.declare(run.model)
     tx = optim.build(declared, run.optim, run.steps)
@@ -70,15 +84,16 @@ def make_step(run: Run) -> Step:
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             params = balance(params, report.counts, layers, run.optim.bias_rate)
-        finite_leaves = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
-        finite = finite_leaves.all() & jnp.isfinite(total)
+        finite = Finite(jnp.isfinite(total), _finite(grads), _finite(params), _finite(opt_state).all())
+        made = Metrics(report, optim.grad_norm(declared, grads), jnp.float32(rates(state.step)), finite)
         new = TrainState(state.step + 1, params, opt_state, state.key)
-        state = jax.tree.map(partial(jnp.where, finite), new, state)
-        norm = optim.grad_norm(declared, grads)
-        rate = jnp.asarray(rates(state.step - finite.astype(jnp.int32)), jnp.float32)
-        return state, Metrics(report, norm, rate, finite, finite_leaves)
+        return jax.tree.map(partial(jnp.where, finite.everything), new, state), made
 
     return step
+
+
+def _finite(tree: Any) -> Bool[Array, " leaves"]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
 
 
 def bias_layers(c: Config) -> dict[str, np.ndarray]:

@@ -1,0 +1,125 @@
+"""saver.py: checkpoints appear whole or not at all, and only go on with the run that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import tiny, write_corpus
+
+from train.config import Run
+from train.saver import Saver
+from train.step import TrainState
+
+POSITION = {"step": 3, "split": "train"}
+# Values that a detour over another dtype would change.
+STATE = TrainState(
+    step=jnp.int32(3),
+    params={"a": {"w": jnp.asarray([1 + 2**-20, -0.0, 1e-40], jnp.float32)}, "b": jnp.asarray([1.5], jnp.bfloat16)},
+    opt_state=(jnp.int32(16777217), [jnp.asarray(-jnp.inf, jnp.float32)]),
+    key=jnp.asarray([7, 2**32 - 1], jnp.uint32),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return tiny(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+
+
+@contextmanager
+def opened(run: Run) -> Iterator[Saver]:
+    saver = Saver(run)
+    yield saver
+    saver.close()
+
+
+def at(step: int) -> TrainState:
+    return STATE.replace(step=jnp.int32(step))
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_types_and_its_position(run: Run) -> None:
+    with opened(run) as saver:
+        assert saver.latest() is None
+        saver.save(STATE, POSITION)
+    with opened(run) as saver:
+        assert saver.latest() == 3
+        state, position = saver.restore(jax.eval_shape(lambda: STATE))
+    assert position == POSITION
+    assert jax.tree.structure(state) == jax.tree.structure(STATE)
+    for one, two in zip(jax.tree.leaves(state), jax.tree.leaves(STATE), strict=True):
+        assert one.dtype == two.dtype and np.asarray(one).tobytes() == np.asarray(two).tobytes()
+
+
+def test_a_template_of_another_shape_or_tree_is_refused(run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(STATE, POSITION)
+        for params in ({"a": STATE.params["a"]}, STATE.params | {"b": jnp.zeros(2, jnp.bfloat16)}):
+            with pytest.raises((ValueError, KeyError)):
+                saver.restore(jax.eval_shape(lambda p=params: STATE.replace(params=p)))
+
+
+def test_the_newest_checkpoints_are_kept_and_one_step_is_written_once(run: Run) -> None:
+    with opened(run) as saver:
+        for step in (1, 2, 3):
+            saver.save(at(step), POSITION)
+        saver.save(at(3), {"step": 99})
+        assert saver.restore(jax.eval_shape(lambda: STATE))[1] == POSITION
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["2", "3"]
+
+
+def test_a_half_written_checkpoint_is_never_used_and_is_removed(run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(at(1), POSITION)
+    half = saver.folder / "2.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    (half / "state" / "d").write_text("half of the weights")
+    with opened(run) as saver:
+        assert saver.latest() == 1
+        assert int(saver.restore(jax.eval_shape(lambda: STATE))[0].step) == 1
+        saver.save(at(2), POSITION)
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["1", "2"]
+
+
+def test_an_older_state_never_hides_a_newer_checkpoint(run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(at(5), POSITION)
+        with pytest.raises(RuntimeError, match="step 4 was not saved, the newest one there is of step 5"):
+            saver.save(at(4), POSITION)
+        assert saver.latest() == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.index_topk=3", "model.index_topk was 2, is 3"),
+        ("objective.index_weight=0.5", "objective.index_weight was 1.0, is 0.5"),
+        ("optim.adam_betas=0.8,0.9", r"optim.adam_betas was \[0.9, 0.95\], is \[0.8, 0.9\]"),
+        ("data.seq_len=64", "data.seq_len was 32, is 64"),
+        ("steps=20", "steps was 10, is 20"),
+        ("seed=1", "seed was 0, is 1"),
+    ],
+)
+def test_what_a_continued_run_must_not_change_is_refused_and_named(change: str, named: str, run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(STATE, POSITION)
+    with (
+        opened(tiny(Path(run.data.source), Path(run.out), change)) as saver,
+        pytest.raises(ValueError, match=f"written by another run: {named}. Give these their old values"),
+    ):
+        saver.restore(jax.eval_shape(lambda: STATE))
+
+
+def test_what_may_change_freely_does(run: Run, tmp_path: Path) -> None:
+    with opened(run) as saver:
+        saver.save(STATE, POSITION)
+    free = (
+        "log_every=7", "eval_every=7", "eval_batches=2", "save_every=7", "keep=1", "sample_tokens=0", "data.prefetch=0",
+        "compute.remat=full",
+    )  # fmt: skip
+    with opened(tiny(tmp_path / "moved", Path(run.out), *free)) as saver:
+        assert saver.restore(jax.eval_shape(lambda: STATE))[1] == POSITION
