@@ -21,15 +21,16 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     """x * rsqrt(mean(x^2) + eps) * weight in float32, cast back. An all-zero row stays zero: rsqrt(1e-20) is 1e10."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (x32 * scale * weight).astype(x.dtype)
 
 
-def linear(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "*B O"]:
+def linear(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "..."]:
     """x w over one axis, accumulated in float32 and cast to x's dtype. Several output axes stay apart."""
     return contract(x, w).astype(x.dtype)
 
 
-def linear32(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "*B O"]:
+def linear32(x: Float[Array, "*B I"], w: Float[Array, "I *O"]) -> Float[Array, "..."]:
     """x w with float32 operands at the highest precision: a TPU or GPU would otherwise round them (float32 result)."""
     return contract(x.astype(jnp.float32), w.astype(jnp.float32), HIGHEST)
 
