@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from dsflash_jax import checkpoint, draft, model
+from dsflash_jax import checkpoint, draft, engram, hyper, model
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.model import Batch, Setup
 from dsflash_jax.modes import LayerSpec, Repeat, plan
 from dsflash_jax.params import map_weights
 
-F32 = Compute(dtype="float32", remat="none", query_chunk=16, loss_chunk=16)
+F32 = Compute(dtype="float32", remat="none", attention="dense", experts="dense", query_chunk=16)
 START = 18  # position of the first decode step of the reference
 WINDOW = 8
 EXACT, ROUNDED = Quantize(), Quantize(True, True, True, True)
@@ -142,19 +142,20 @@ def test_the_trained_tree_has_no_draft_weights_and_ignores_them(full: tuple[Conf
 
 @pytest.fixture(scope="module")
 def tapped(full: tuple[Config, Any]) -> tuple[Config, Any, Batch]:
-    """A model whose tapped layers stand inside a repeat and outside, and a batch."""
-    c = replace(full[0], vision=None, n_routed_experts=2, num_experts_per_tok=1)
-    c = c.with_modes("S St 2(F1 Ut)", engram_num_embeddings=())
-    tokens = jax.random.randint(jax.random.key(1), (1, 12), 0, c.vocab_size, jnp.int32)
-    batch = Batch(tokens, jnp.ones_like(tokens), jnp.arange(12, dtype=jnp.int32)[None])
+    """A model that is tapped behind n-gram memory and inside a repeat, and a batch."""
+    c = replace(full[0], vision=None, n_routed_experts=2, num_experts_per_tok=1).with_modes("Set 2(S St)")
     rng = np.random.default_rng(0)
     fill = lambda d: jnp.asarray(0.1 * rng.standard_normal(d.full_shape), jnp.float32)  # noqa: E731
+    tokens, table = rng.integers(0, c.vocab_size, (1, 12)), rng.integers(0, c.engram_num_embeddings[0], (1, 12, 1, 4))
+    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, np.ones((1, 12)), np.arange(12)[None]))
+    batch = Batch(*arrays, engram_rows=jnp.asarray(table, jnp.int32))
     return c, map_weights(fill, model.declare(c)), batch
 
 
 def test_taps_are_the_mean_copies_of_the_tapped_layers_inputs_in_order(tapped: tuple[Config, Any, Batch]) -> None:
     c, w, batch = tapped
-    assert [type(node) for node in plan(c.table)] == [LayerSpec, LayerSpec, Repeat]
+    assert c.dspark_target_layer_ids == (0, 2, 4)
+    assert [type(node) for node in plan(c.table)] == [LayerSpec, Repeat]
     _, out = jax.jit(partial(model.forward, Setup(c, F32, taps=True)))(w, batch)
 
     def traced(w: Any, batch: Batch) -> list[dict[str, Array]]:
@@ -163,9 +164,11 @@ def test_taps_are_the_mean_copies_of_the_tapped_layers_inputs_in_order(tapped: t
         return traces
 
     traces = jax.jit(traced)(w, batch)
-    want = [jnp.mean(traces[i - 1]["h_out"], axis=2) for i in c.dspark_target_layer_ids]
-    assert c.dspark_target_layer_ids == (1, 3, 5)
-    np.testing.assert_allclose(out.taps, jnp.stack(want), rtol=0, atol=1e-6)
+    x, _ = hyper.start(w["embed"][batch.tokens], c.hc_mult)
+    written, _ = engram.apply(w["layers"]["layer0"]["engram"], x, batch.engram_rows[:, :, 0], None, c)
+    inputs = (written, traces[1]["h_out"], traces[3]["h_out"])
+    np.testing.assert_allclose(out.taps, jnp.stack([jnp.mean(x, axis=2) for x in inputs]), rtol=0, atol=1e-6)
+    assert float(jnp.abs(written - x).mean()) > 1e-3
 
 
 def test_taps_are_made_only_when_asked_for(tapped: tuple[Config, Any, Batch]) -> None:
