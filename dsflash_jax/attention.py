@@ -118,8 +118,15 @@ def attend_dense(
     if kv is not None and topk is not None:
         keys = jnp.concatenate([window_kv, kv], axis=1)
         mask = jnp.concatenate([near, jax.vmap(partial(mark, length=kv.shape[1]))(topk)], axis=-1)
+    return attend_masked(q, keys, mask, sink)
+
+
+def attend_masked(
+    q: Float[Array, "B T H Dh"], keys: Float[Array, "B K Dh"], mask: Bool[Array, "B T K"], sink: Float[Array, " H"]
+) -> tuple[Float[Array, "B T H Dh"], Float[Array, "B T H"]]:
+    """The softmax of `attend` over the keys that the mask names, by B x T x H x K logits; o and lse as there."""
     logits = jax.vmap(dot)(q, keys) * q.shape[-1] ** -0.5
-    logits = jnp.where(mask[:, :, None, :], logits, -jnp.inf)  # [B, T, H, T + S]
+    logits = jnp.where(mask[:, :, None, :], logits, -jnp.inf)  # [B, T, H, K]
     sinks = jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (*logits.shape[:-1], 1))
     logits = jnp.concatenate([sinks, logits], axis=-1)
     p = jax.nn.softmax(logits, axis=-1)[..., 1:]

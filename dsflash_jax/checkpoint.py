@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dsflash_jax import model, modes
+from dsflash_jax import draft, model, modes, quant
 from dsflash_jax.config import Config
 from dsflash_jax.params import Weight, Weights, leaves
 
-E8M0_BIAS = 127
-E8M0_NAN = 255
-SCALE_GROUP = 32  # columns that share one scale of an n-gram row
+SCALE_GROUP = quant.Q4X32.group  # columns that share one scale of an n-gram row or an FP4 weight
+DRAFT = "mtp/"  # path of the draft stages
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Entry:
     path: str  # of the leaf, joined with slashes
     index: tuple[int, ...]  # into the stacked axes, then the expert axis for one expert's matrix
     weight: Weight
+
+    @property
+    def scale(self) -> str:
+        """Published name of its scales, if it is stored in bytes."""
+        return self.name.removesuffix(".weight") + ".scale"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,43 +74,61 @@ class Entry:
         return np.moveaxis(array.reshape(*own[:i], *own[i + 1 :], own[i]), -1, i)
 
 
+def declare(c: Config) -> dict[str, Any]:
+    """Every weight of a checkpoint: what `model.declare` lists, and under "mtp" the draft stages if there are any."""
+    return model.declare(c) | draft.declare(c)
+
+
 def entries(c: Config) -> list[Entry]:
-    """Every published tensor of the backbone, in layer order."""
-    declared = leaves(model.declare(c))
-    out = [Entry(f"{top}.weight", top, (), declared[top]) for top in ("embed", "norm", "head")]
-    for i, place in enumerate(modes.places(modes.plan(c.table))):
-        prefix = "/".join(("layers", *place.path)) + "/"
+    """Every published tensor: embedding, head and images, then layers, tower blocks and draft stages in order."""
+    declared = leaves(declare(c))
+    above = ("layers/", "vision/blocks/", DRAFT)
+    out = [e for path, w in declared.items() if not path.startswith(above) for e in _entries(path, path, (), w)]
+    places = modes.places(modes.plan(c.table))
+    stacks = [(f"layers/{i}/", "/".join(("layers", *at.path)) + "/", at.index) for i, at in enumerate(places)]
+    stacks += [
+        (f"vision/blocks/{j}/", "vision/blocks/", (j,)) for j in range(c.vision.num_hidden_layers if c.vision else 0)
+    ]
+    stacks += [(f"{DRAFT}{s}/", f"{DRAFT}{s}/", ()) for s in range(c.num_nextn_predict_layers)]
+    for published, prefix, index in stacks:
         for path, weight in declared.items():
             rest = path.removeprefix(prefix)
-            if rest == path or rest.startswith("layer"):  # another layer's, or one nested deeper
-                continue
-            name = f"layers.{i}." + rest.replace("/", ".") + ("" if weight.bare else ".weight")
-            if "/experts/" in path:
-                before, leaf = name.rsplit(".experts.", 1)
-                each = range(weight.shape[0])
-                out += [Entry(f"{before}.experts.{e}.{leaf}", path, (*place.index, e), weight) for e in each]
-            else:
-                out.append(Entry(name, path, place.index, weight))
+            if rest != path and not rest.startswith("layer"):  # else another layer's, or one nested deeper
+                out += _entries(published + rest, path, index, weight)
     return out
 
 
+def _entries(published: str, path: str, index: tuple[int, ...], weight: Weight) -> list[Entry]:
+    """The tensor of one leaf, one for each expert; `published` is its name with slashes."""
+    name = published.replace("/", ".") + ("" if weight.bare else ".weight")
+    if "/experts/" not in path:
+        return [Entry(name, path, index, weight)]
+    before, leaf = name.rsplit(".experts.", 1)
+    return [Entry(f"{before}.experts.{e}.{leaf}", path, (*index, e), weight) for e in range(weight.shape[0])]
+
+
 def adopt(c: Config, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Our tree, float32, from published tensors. A missing, superfluous or misshapen tensor raises and is named."""
-    declared = model.declare(c)
+    """Our tree, float32, from published tensors, quantised storage decoded (see `decode`).
+
+    The tree has the draft stages as "mtp" when the configuration has any; training takes that entry out. A missing,
+    superfluous, misshapen or undecodable tensor raises ValueError and is named.
+    """
+    declared = declare(c)
     made = {path: np.empty(w.full_shape, np.float32) for path, w in leaves(declared).items()}
-    table = entries(c)
     unread = set(tensors)
-    for entry in table:
+    for entry in entries(c):
         if entry.name not in tensors:
             raise ValueError(f"checkpoint lacks {entry.name}, shape {entry.shape}")
-        array, scale = np.asarray(tensors[entry.name]), entry.name.removesuffix(".weight") + ".scale"
-        if array.dtype == np.uint8:
-            if scale not in tensors:
-                raise ValueError(f"{entry.name} is stored in 8 bits, but its scale {scale} is missing")
-            array = decode_rows(array, np.asarray(tensors[scale]), entry.name)
-            unread.discard(scale)
-        made[entry.path][entry.index] = entry.adopt(array)
+        array = np.asarray(tensors[entry.name])
         unread.discard(entry.name)
+        if array.dtype.itemsize == 1:
+            if entry.scale not in tensors:
+                raise ValueError(
+                    f"{entry.name} is stored in bytes, {array.dtype}, but its scale {entry.scale} is missing"
+                )
+            array = decode(entry, array, np.asarray(tensors[entry.scale]))
+            unread.discard(entry.scale)
+        made[entry.path][entry.index] = entry.adopt(array)
     if unread:
         raise ValueError(
             f"checkpoint holds {len(unread)} tensors this configuration does not have: {sorted(unread)[:5]}"
@@ -115,21 +138,45 @@ def adopt(c: Config, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def publish(c: Config, tree: Weights) -> dict[str, np.ndarray]:
-    """Published names and layouts of our tree (of weights or of their gradients), float32."""
+    """Published names and layouts of our tree (of weights or of their gradients), float32.
+
+    A tree without draft stages, as training has it, publishes none.
+    """
     flat = {"/".join(k.key for k in path): np.asarray(a) for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    return {e.name: e.publish(flat[e.path][e.index]) for e in entries(c)}
+    listed = [e for e in entries(c) if "mtp" in tree or not e.path.startswith(DRAFT)]
+    return {e.name: e.publish(flat[e.path][e.index]) for e in listed}
 
 
-def decode_rows(bits: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
-    """E4M3 rows with one E8M0 scale a group of 32 columns, to float32 (the n-gram tables' storage)."""
-    if scale.shape != (bits.shape[0], -(-bits.shape[1] // SCALE_GROUP)):
-        raise ValueError(
-            f"{name}: one scale per {SCALE_GROUP} columns needs {bits.shape[1] // SCALE_GROUP}, got {scale.shape}"
-        )
-    if (scale == E8M0_NAN).any():
-        raise ValueError(f"{name}: scale byte {E8M0_NAN} is not a number")
-    factor = np.ldexp(np.float32(1), scale.astype(np.int32) - E8M0_BIAS)
-    return (
-        bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        * np.repeat(factor, SCALE_GROUP, axis=1)[:, : bits.shape[1]]
+def decode(entry: Entry, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Float32 values of a tensor stored in bytes. Its shape and its scale's say how a value of [O, I] is stored:
+
+        codes           scale                       format
+        [O, I]          [ceil(O/32), ceil(I/32)]    E4M3, a scale for each tile, the last ones partial
+        [O, I]          [O, ceil(I/32)]             E4M3, a scale for each 32 columns of a row: n-gram tables
+        [O, ceil(I/2)]  [O, ceil(I/32)]             E2M1, two codes a byte, low half first; a scale as above
+
+    Scales are E8M0 bytes: b stands for 2^(b - 127). Raises ValueError, with the tensor's name, on other shapes (a scale
+    for each 16 columns is another format), another scale dtype and on byte 255. Source: architecture sections 3 and 15.
+    """
+    scale = quant.check_e8m0(scale, entry.scale)
+    rows, columns = entry.shape if len(entry.shape) == 2 else (0, 0)
+    groups, packed = -(-columns // SCALE_GROUP), -(-columns // quant.Q4X32.per_byte)
+    tiles = (-(-rows // quant.TILE), groups)
+    if codes.shape == (rows, columns) and scale.shape == tiles:
+        return np.asarray(quant.decode_fp8_weight(codes, scale, jnp.float32))
+    if codes.shape == (rows, columns) and scale.shape == (rows, groups):
+        return decode_rows(codes, scale)
+    if codes.shape == (rows, packed) and scale.shape == (rows, groups):
+        whole = np.pad(codes, ((0, 0), (0, groups * SCALE_GROUP // quant.Q4X32.per_byte - packed)))
+        return np.asarray(quant.decode_fp4_weight(whole, scale, jnp.float32))[:, :columns]
+    raise ValueError(
+        f"{entry.name}: bytes {codes.shape} with scales {scale.shape} store no values {entry.shape}; expected bytes "
+        f"{(rows, columns)} with scales {tiles} or {(rows, groups)} (FP8), or bytes {(rows, packed)} with scales "
+        f"{(rows, groups)} (FP4): check the block size the scales were written with"
     )
+
+
+def decode_rows(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """E4M3 rows with one E8M0 scale a group of 32 columns, to float32."""
+    factor = np.repeat(scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), SCALE_GROUP, axis=1)
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * factor[:, : codes.shape[1]]

@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from dsflash_jax import model
-from dsflash_jax.checkpoint import SCALE_GROUP, Entry
+from dsflash_jax.checkpoint import SCALE_GROUP, Entry, declare
 from dsflash_jax.config import Config, need
-from dsflash_jax.modes import LayerSpec, Mode
-from dsflash_jax.params import Weight, constant, leaves, norm, normal
+from dsflash_jax.params import Weight, leaves
 
 Format = Literal["F32", "BF16", "FP8", "FP8 rows", "FP4"]
 
@@ -101,11 +99,6 @@ def first(table: Iterable[tuple[str, Any]], path: str) -> Any:
     return next((value for pattern, value in table if re.search(pattern, path)), None)
 
 
-def declare(c: Config) -> dict[str, Any]:
-    """Every weight of the model: backbone with Engram, draft head, image tower, aligner and span marks."""
-    return model.declare(c) | draft_weights(c) | vision_weights(c)
-
-
 def items(c: Config) -> tuple[Item, ...]:
     """The inventory of the whole model."""
     return tuple(item(c, path, weight) for path, weight in leaves(declare(c)).items())
@@ -152,76 +145,6 @@ def _scales(c: Config, stored: Format, shape: tuple[int, ...]) -> int:
         rows, columns = c.quantization.weight_block_size
         return -(-shape[0] // rows) * -(-shape[1] // columns)
     return shape[0] * -(-shape[1] // SCALE_GROUP) if stored in ("FP4", "FP8 rows") else 0
-
-
-def draft_weights(c: Config) -> dict[str, Any]:
-    """Shapes of the draft head: window-only layers with their own expert count, and what surrounds them.
-
-    Source: architecture sections 11 and 15. Empty without draft stages.
-    """
-    stages = c.num_nextn_predict_layers
-    if stages == 0:
-        return {}
-    need(1 <= c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts and c.dspark_markov_rank >= 1,
-         f"{stages} draft stages need experts and a Markov head, got dspark_n_routed_experts="
-         f"{c.dspark_n_routed_experts}, dspark_num_experts_per_tok={c.dspark_num_experts_per_tok}, "
-         f"dspark_markov_rank={c.dspark_markov_rank}")  # fmt: skip
-    init = normal(c.initializer_range)
-    experts = replace(c, n_routed_experts=c.dspark_n_routed_experts, num_experts_per_tok=c.dspark_num_experts_per_tok)
-    mtp: dict[str, Any] = {str(i): model.declare_layer(experts, LayerSpec(Mode.WINDOW, 0)) for i in range(stages)}
-    taps = len(c.dspark_target_layer_ids) * c.hidden_size
-    mtp["0"] |= {
-        "main_proj": Weight((taps, c.hidden_size), ("taps", "embed"), init),
-        "main_norm": norm(c.hidden_size, "embed"),
-    }
-    table = Weight((c.vocab_size, c.dspark_markov_rank), ("vocab", "rank"), init, "sinkhorn")
-    mtp[str(stages - 1)] |= {
-        "norm": norm(c.hidden_size, "embed"),
-        "markov_head": {"embed": table, "head": table},
-        "confidence_head": {
-            "proj": Weight((c.hidden_size + c.dspark_markov_rank, 1), ("features", "confidence"), init)
-        },
-    }
-    return {"mtp": mtp}
-
-
-def vision_weights(c: Config) -> dict[str, Any]:
-    """Shapes of the image tower, the aligner and the span marks; empty for a text model.
-
-    Source: architecture sections 12 and 15.
-    """
-    v = c.vision
-    if v is None:
-        return {}
-    d, init = v.hidden_size, normal(c.initializer_range)
-    matrix = lambda i, o: Weight((i, o), ("in", "out"), init)  # noqa: E731
-    bias = lambda width: Weight((width,), ("out",), constant(0.0), "scalar", bare=True)  # noqa: E731
-    block = {
-        "norm1": norm(d, "in"),
-        "attn": {
-            "wqkv": {"weight": matrix(d, 3 * d), "bias": bias(3 * d)},
-            "wo": {"weight": matrix(d, d), "bias": bias(d)},
-        },
-        "norm2": norm(d, "in"),
-        "mlp": {"w1": matrix(d, 2 * v.intermediate_size), "w2": matrix(v.intermediate_size, d)},
-    }
-    patch, tile = 3 * v.patch_size**2, d * v.downsample_ratio**2  # values of a colour patch, of patches joined
-    out = c.hidden_size
-    mark = Weight((out,), ("embed",), init, "scalar", bare=True)
-    return {
-        "vision": {
-            "patch_embed": {"proj": {"weight": matrix(patch, d), "bias": bias(d)}},
-            "blocks": {str(i): block for i in range(v.num_hidden_layers)},
-            "norm": norm(d, "in"),
-        },
-        "aligner": {
-            "w1": {"weight": matrix(tile, out), "bias": bias(out)},
-            "w2": {"weight": matrix(out, out), "bias": bias(out)},
-        },
-        "image_start": mark,
-        "image_newline": mark,
-        "image_end": mark,
-    }
 
 
 def parameters(listed: Iterable[Item]) -> dict[str, dict[str, int]]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, quant, rope
+from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, quant, rope, vision
 from dsflash_jax.compressor import Slots
 from dsflash_jax.config import Compute, Config, Objective, Quantize
 from dsflash_jax.modes import LayerSpec, Mode, Node, Repeat
@@ -40,6 +40,7 @@ class Setup:
     compute: Compute
     objective: Objective | None = None  # None computes no auxiliary loss
     quantize: Quantize = Quantize()
+    taps: bool = False  # whether `forward` returns what the draft head reads
 
     def rounding(self, name: str, form: quant.Format) -> Rounding:
         """What the policy field `name` does to a value: the format's straight-through rounding, or nothing."""
@@ -61,6 +62,7 @@ class Batch:
     targets: Any = None  # int [B, T]: next token of the same document; None to infer
     loss_mask: Any = None  # float [B, T]: 1 where a target counts; None to infer
     engram_rows: Any = None  # int [B, T, tables, N]: n-gram table rows, see `engram.rows`
+    images: Any = None  # vision.Images; None without images
 
 
 @struct.dataclass
@@ -73,6 +75,7 @@ class Ctx:
     slot_angles: dict[int, Angles]  # at the first token of every slot
     groups: Any  # int [B, T]: sequence of the balance loss, -1 for padding
     engram_rows: Any = None  # int [B, T, tables, N]
+    image: Any = None  # bool [B, T]: tokens of image spans; None without images
     key: Any = None  # draws extra slots for the indexer loss
     layer: Any = 0  # int []: depth so far, so that layers of one scan draw differently
 
@@ -99,11 +102,12 @@ class Shared:
 
 @struct.dataclass
 class LayerOut:
-    """Sums of one layer with their counts; a leading layer axis is added by `run`."""
+    """Sums of one layer with their counts, a leading layer axis is added by `run`; and what the draft head reads."""
 
     index: Any  # float []: indexer KL summed over queries
     index_count: Any  # float []
     loads: moe.Loads
+    taps: Any = None  # float [N, B, T, D]: mean copy of the input stream of each tapped layer, None if not asked for
 
 
 def declare_layer(c: Config, spec: LayerSpec) -> dict[str, Any]:
@@ -125,14 +129,19 @@ def declare_layer(c: Config, spec: LayerSpec) -> dict[str, Any]:
 
 
 def declare(c: Config) -> dict[str, Any]:
-    """Every weight of the backbone, as a tree of declarations; weights inside repeats carry their lengths."""
+    """Every weight that is trained together: backbone, image tower and aligner if the configuration has them.
+
+    A tree of declarations; weights inside repeats carry their lengths. The draft head is trained later, with all of
+    this frozen, so it is declared apart (`draft.declare`): a training tree and its optimiser state have no part of it.
+    `forward` takes a tree with draft weights and leaves them alone.
+    """
     table = Weight((c.vocab_size, c.hidden_size), ("vocab", "embed"), normal(c.initializer_range), "sinkhorn")
     return {
         "embed": table,
         "layers": _declare_nodes(c, modes.plan(c.table)),
         "norm": norm(c.hidden_size, "embed"),
         "head": table,
-    }
+    } | ({} if c.vision is None else vision.weights(c))
 
 
 def _declare_nodes(c: Config, nodes: Sequence[Node]) -> dict[str, Any]:
@@ -203,40 +212,66 @@ def layer(
     ctx: Ctx,
     trace: dict[str, Array] | None = None,
 ) -> tuple[Stream, Shared, LayerOut]:
-    """One layer: n-gram memory if it has one, attention, experts; each sublayer inside its hyper-connection.
+    """One layer: n-gram memory if it has one, then the block; the draft head reads the block's input.
 
-    A sublayer collapses the stream with the `pre` of the sublayer before it, and its own `pre` goes to the next.
     Without an objective the auxiliary sums are zeros of the same structure.
     """
-    c = setup.config
-    x, pre = stream.x, stream.pre
-    note = partial(mark, trace)
+    c, x = setup.config, stream.x
     if spec.engram is not None:
         with jax.named_scope("engram"):
             assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
-            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], None, c, setup.inputs)
-            note("engram_gate", gate)
+            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], ctx.image, c, setup.inputs)
+            mark(trace, "engram_gate", gate)
+    taps = _mean_copy(x)[None][: int(spec.tap)] if setup.taps else None
+
+    def attend(u: Array) -> tuple[Array, tuple[Shared, tuple[Array, Array]]]:
+        y, made, index = attention_sublayer(setup, spec, w["attn"], u, shared, ctx, trace)
+        return y, (made, index)
+
+    stream, (shared, index), routing = block(setup, w, Stream(x, stream.pre), attend, ctx.image, trace)
+    groups = ctx.groups.reshape(-1)
+    n_groups = ctx.groups.shape[0] * (ctx.groups.shape[1] // MIN_BALANCE_TOKENS + 1)
+    kl, count = index
+    return stream, shared, LayerOut(kl, count, moe.loads(routing, groups, n_groups, c), taps)
+
+
+def _mean_copy(x: Float[Array, "B T M D"]) -> Float[Array, "B T D"]:
+    return jnp.mean(x.astype(jnp.float32), axis=2).astype(x.dtype)
+
+
+def block(
+    setup: Setup,
+    w: Weights,
+    stream: Stream,
+    attend: Callable[[Array], tuple[Array, Any]],
+    image: Bool[Array, "B T"] | None,
+    trace: dict[str, Array] | None,
+) -> tuple[Stream, Any, moe.Routing]:
+    """Attention and experts, each inside its hyper-connection; what a backbone layer and a draft stage share.
+
+    A sublayer collapses the stream with the `pre` of the sublayer before it, and its own `pre` goes to the next.
+    `attend` maps the normalised input [B, T, D] to the attention output and anything else, which is handed back.
+    """
+    c, x, note = setup.config, stream.x, partial(mark, trace)
     with jax.named_scope("attn"):
         a = hyper.mix(w, "attn", x, c)
-        collapsed = note("attn_in", hyper.collapse(x, pre))
-        u = rms_norm(collapsed, w["attn_norm"], c.rms_norm_eps)
-        y, shared, index = attention_sublayer(setup, spec, w["attn"], u, shared, ctx, trace)
+        collapsed = note("attn_in", hyper.collapse(x, stream.pre))
+        y, made = attend(rms_norm(collapsed, w["attn_norm"], c.rms_norm_eps))
         x = hyper.expand(note("attn_out", y), x, a)
     with jax.named_scope("ffn"):
         f = hyper.mix(w, "ffn", x, c)
         collapsed = note("ffn_in", hyper.collapse(x, a.pre))
-        v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps)
-        y, routing = moe.apply(w["ffn"], v.reshape(-1, c.hidden_size), None, c, setup.compute.experts, setup.inputs)
-        y = note("ffn_out", y.reshape(v.shape))
+        v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps).reshape(-1, c.hidden_size)
+        of_image = None if image is None else image.reshape(-1)
+        y, routing = moe.apply(w["ffn"], v, of_image, c, setup.compute.experts, setup.inputs)
+        y = note("ffn_out", y.reshape(collapsed.shape))
         x = hyper.expand(y, x, f)
     if trace is not None:
-        for sub, made in (("attn", a), ("ffn", f)):
-            trace |= {f"hc_{sub}_pre": made.pre, f"hc_{sub}_post": made.post, f"hc_{sub}_comb": made.comb}
+        for sub, made_by in (("attn", a), ("ffn", f)):
+            trace |= {f"hc_{sub}_pre": made_by.pre, f"hc_{sub}_post": made_by.post, f"hc_{sub}_comb": made_by.comb}
         trace |= {"router_scores": routing.scores, "router_indices": routing.experts, "router_weights": routing.weights}
         trace["h_out"] = x
-    groups = ctx.groups.reshape(-1)
-    n_groups = ctx.groups.shape[0] * (ctx.groups.shape[1] // MIN_BALANCE_TOKENS + 1)
-    return Stream(x, f.pre), shared, LayerOut(*index, moe.loads(routing, groups, n_groups, c))
+    return Stream(x, f.pre), made, routing
 
 
 def attention_sublayer(
@@ -329,7 +364,8 @@ def run(
 ) -> tuple[Stream, LayerOut]:
     """Run a plan. A repeat carries the stream; what its body shares stays in the body, what exists is closed over.
 
-    Returns the stream and each layer's sums with the layers of the plan, in order, as leading axis.
+    Returns the stream and each layer's sums with the layers of the plan, in order, as leading axis; of taps, the
+    tapped layers.
     """
     outs: list[LayerOut] = []
     for node in nodes:
@@ -341,7 +377,7 @@ def run(
             trace: dict[str, Array] | None = None if traces is None else {}
             body = _remat(setup.compute, partial(layer, setup, node, trace=trace))
             stream, shared, one = body(below, stream, shared, ctx)
-            out = jax.tree.map(lambda a: a[None], one)
+            out = replace(jax.tree.map(lambda a: a[None], one), taps=one.taps)
             ctx = replace(ctx, layer=ctx.layer + 1)
             if traces is not None and trace is not None:
                 traces.append(trace | ({"compress_topk_idxs": shared.topk} if node.ratio else {}))
@@ -384,10 +420,13 @@ def _remat(how: Compute, body: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[how.remat]))
 
 
-def cast(c: Config, w: Weights, dtype: Any) -> Weights:
-    """Matrix weights in the compute dtype. Declared float32 ones and tables stay: what is read of a table is cast."""
-    keep = map_weights(lambda d: d.float32 or d.family == "sinkhorn", declare(c))
-    return jax.tree.map(lambda stays, a: a if stays else a.astype(dtype), keep, w)
+def cast(declared: Weights, w: Weights, dtype: Any) -> dict[str, Any]:
+    """The declared weights, matrices in the compute dtype.
+
+    Declared float32 ones and tables stay: what is read of a table is cast.
+    """
+    keep = map_weights(lambda d: d.float32 or d.family == "sinkhorn", declared)
+    return jax.tree.map(lambda stays, a: a if stays else a.astype(dtype), keep, {name: w[name] for name in declared})
 
 
 def forward(
@@ -397,20 +436,24 @@ def forward(
     key: Array | None = None,
     traces: list[dict[str, Array]] | None = None,
 ) -> tuple[Float[Array, "B T D"], LayerOut]:
-    """Token ids to the normalised hidden state that the head reads, and per-layer sums. See `logits`.
+    """Token ids and images to the normalised hidden state that the head reads, and per-layer sums. See `logits`.
 
     `traces` takes one dictionary of intermediate arrays a layer, named as the reference's; it unrolls the layers.
     """
     if traces is not None:  # an array traced inside a recomputed body could not leave it
         setup = replace(setup, compute=replace(setup.compute, remat="none"))
     c, dtype = setup.config, jnp.dtype(setup.compute.dtype)
-    w = cast(c, w, dtype)
-    ctx = context(c, batch, key)
-    stream = Stream(*hyper.start(w["embed"][batch.tokens].astype(dtype), c.hc_mult))
+    w = cast(declare(c), w, dtype)
+    ctx, x = context(c, batch, key), w["embed"][batch.tokens].astype(dtype)
+    if batch.images is not None:
+        with jax.named_scope("images"):
+            x, image = vision.merge(w, x, batch.images, c, setup.compute)
+        ctx = replace(ctx, image=image)
+    stream = Stream(*hyper.start(x, c.hc_mult))
     stream, out = run(setup, modes.plan(c.table), w["layers"], stream, Shared(), ctx, traces)
     folded = hyper.collapse(stream.x, stream.pre)
     if traces is not None:
-        traces.append({"final_fold": folded})
+        traces.append({"embed": x, "final_fold": folded})
     return rms_norm(folded, w["norm"], c.rms_norm_eps), out
 
 
@@ -433,6 +476,6 @@ class Model(nn.Module):
         # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name.
         assert self.scope is not None
         made = init(c, self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else {}
-        tree = {name: self.param(name, lambda _, n=name: made[n]) for name in ("embed", "layers", "norm", "head")}
+        tree = {name: self.param(name, lambda _, n=name: made[n]) for name in declare(c)}
         y, out = forward(Setup(c, self.compute, objective), tree, batch)
         return logits(tree["head"], y), out

@@ -1,0 +1,191 @@
+"""The draft head (DSpark): a few blocks that propose the next `dspark_block_size` tokens at once.
+
+It reads the mean copies of the input streams of some backbone layers ("taps"), keeps a window of keys made of them for
+every stage, and shares the backbone's embedding and head. Drafting from position p, behind which token x is known:
+inputs x, noise, noise, ... stand at positions p + 1, p + 2, ...; each attends the window that ends at p and the whole
+block. The tokens are then chosen one after the other, each with a bigram bias of the one before.
+
+Source: architecture section 11. B is any number of rows, J the positions of a block, W the window, Z the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dsflash_jax import attention, hyper, model, quant, rope
+from dsflash_jax.config import Config, need
+from dsflash_jax.model import Setup, Stream
+from dsflash_jax.modes import LayerSpec, Mode
+from dsflash_jax.ops import Rounding, exact, linear, linear32, rms_norm
+from dsflash_jax.params import Weight, Weights, norm, normal
+from dsflash_jax.rope import Angles
+
+
+@struct.dataclass
+class Rings:
+    """What the stages keep of the main positions: the last W of each row."""
+
+    keys: Any  # float [Z, B, W, Dh]: rotated window keys of each stage
+    filled: Any  # bool [B, W]: places that hold a position of the row's document
+    position: Any  # int [B]: the newest one, in its document
+
+
+@struct.dataclass
+class Draft:
+    """A block of drafted tokens and what chose them."""
+
+    tokens: Any  # int [B, J + 1]: the known token, then the drafts
+    logits: Any  # float32 [B, J, V]: with the bigram bias
+    confidence: Any  # float32 [B, J]: logit of the draft being accepted
+
+
+def declare(c: Config) -> dict[str, Any]:
+    """Every weight of the draft head as {"mtp": `weights`}, empty without draft stages.
+
+    Declared apart from `model.declare`, because it is trained after the backbone and with that frozen.
+    """
+    return {"mtp": weights(c)} if c.num_nextn_predict_layers else {}
+
+
+def weights(c: Config) -> dict[str, Any]:
+    """Stages "0", "1", ... under the checkpoint's names: window-only layers with experts of their own number.
+
+    The first one also projects the taps, the last one has the norm before the head, the bigram head and the confidence
+    head. Raises ValueError when the configuration lacks a size.
+    """
+    stages, taps = c.num_nextn_predict_layers, len(c.dspark_target_layer_ids)
+    need(1 <= c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts and c.dspark_markov_rank >= 1,
+         f"{stages} draft stages need experts and a Markov head, got dspark_n_routed_experts="
+         f"{c.dspark_n_routed_experts}, dspark_num_experts_per_tok={c.dspark_num_experts_per_tok}, "
+         f"dspark_markov_rank={c.dspark_markov_rank}")  # fmt: skip
+    need(taps >= 1 and c.dspark_block_size >= 1,
+         f"{stages} draft stages need layers to read and tokens to draft, got dspark_target_layer_ids="
+         f"{list(c.dspark_target_layer_ids)}, dspark_block_size={c.dspark_block_size}")  # fmt: skip
+    init, d = normal(c.initializer_range), c.hidden_size
+    of_stage, spec = stage_config(c), LayerSpec(Mode.WINDOW, ratio=0)
+    out: dict[str, Any] = {str(i): model.declare_layer(of_stage, spec) for i in range(stages)}
+    out["0"] |= {"main_proj": Weight((taps * d, d), ("taps", "embed"), init), "main_norm": norm(d, "embed")}
+    table = Weight((c.vocab_size, c.dspark_markov_rank), ("vocab", "rank"), init, "sinkhorn")
+    features = Weight((d + c.dspark_markov_rank, 1), ("features", "confidence"), init)
+    out[str(stages - 1)] |= {
+        "norm": norm(d, "embed"),
+        "markov_head": {"embed": table, "head": table},
+        "confidence_head": {"proj": features},
+    }
+    return out
+
+
+def stage_config(c: Config) -> Config:
+    """The configuration of a stage's block: the backbone's with the draft head's experts."""
+    return replace(c, n_routed_experts=c.dspark_n_routed_experts, num_experts_per_tok=c.dspark_num_experts_per_tok)
+
+
+def rings(
+    setup: Setup,
+    w: Weights,
+    taps: Float[Array, "N B T D"],
+    segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    at: Int[Array, " B"],
+) -> Rings:
+    """Each stage's window of main positions that ends at row index `at`, from the taps of a whole row.
+
+    taps, segments and positions as `model.forward` returns and takes them. The window ends at the document's start.
+    """
+    c = setup.config
+    stages = _cast(setup, w)
+    m = main_states(stages["0"], taps, c, setup.inputs)
+    angles = rope.angles(rope.frequencies(c, compressed=False), positions)
+    index = at[:, None] + jnp.arange(1 - c.sliding_window, 1)[None]  # [B, W]
+    take = lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, index)  # noqa: E731
+    segment = jnp.take_along_axis(segments, at[:, None], axis=1)
+    return Rings(
+        keys=jnp.stack([take(_keys(setup, stages[str(i)]["attn"], m, angles)) for i in range(len(stages))]),
+        filled=(index >= 0) & (take(segments) == segment),
+        position=jnp.take_along_axis(positions, at[:, None], axis=1)[:, 0],
+    )
+
+
+def main_states(
+    w: Weights, taps: Float[Array, "N B T D"], c: Config, rounding: Rounding = exact
+) -> Float[Array, "B T D"]:
+    """What every stage's main keys are made of: norm(concat(taps) main_proj); w is the first stage's."""
+    joined = jnp.moveaxis(taps, 0, 2).reshape(*taps.shape[1:3], -1)  # [B, T, N * D]
+    return rms_norm(linear(rounding(joined), w["main_proj"]), w["main_norm"], c.rms_norm_eps)
+
+
+def _keys(setup: Setup, w: Weights, u: Array, at: Angles) -> Array:
+    """Window keys of a main or block position, which are also its values."""
+    kv = attention.window_kv(w, u, setup.config, setup.inputs)
+    return setup.rounding("window_fp8", quant.Q8)(rope.rotate_single(kv, at))
+
+
+def draft(
+    setup: Setup, w: Weights, token: Int[Array, " B"], memory: Rings, traces: list[dict[str, Array]] | None = None
+) -> Draft:
+    """Draft the tokens behind `token`, which stands one position behind the rings' newest; the likeliest each time.
+
+    w is the whole tree, embedding, head and "mtp". `traces` takes one dictionary of intermediate arrays a stage.
+    """
+    c, size = setup.config, setup.config.dspark_block_size
+    stages, dtype = _cast(setup, w), jnp.dtype(setup.compute.dtype)
+    inputs = jnp.full((token.shape[0], size), c.dspark_noise_token_id, token.dtype).at[:, 0].set(token)
+    positions = memory.position[:, None] + 1 + jnp.arange(size)[None]
+    angles = rope.angles(rope.frequencies(c, compressed=False), positions)
+    stream = Stream(*hyper.start(w["embed"][inputs].astype(dtype), c.hc_mult))
+    of_stage = replace(setup, config=stage_config(c))
+    for i in range(len(stages)):
+        below = stages[str(i)]
+        trace: dict[str, Array] | None = None if traces is None else {}
+        attend = partial(_attend, of_stage, below["attn"], memory.keys[i], memory.filled, angles)
+        stream, _, _ = model.block(of_stage, below, stream, attend, None, trace)
+        if traces is not None and trace is not None:
+            traces.append(trace)
+    y = hyper.collapse(stream.x, stream.pre)
+    last = stages[str(len(stages) - 1)]
+    base = model.logits(w["head"], rms_norm(y, last["norm"], c.rms_norm_eps))
+    return _chain(last, token, y, base)
+
+
+def _attend(
+    setup: Setup, w: Weights, main: Array, filled: Array, at: Angles, u: Float[Array, "B J D"]
+) -> tuple[Float[Array, "B J D"], None]:
+    """Attention of one stage: every position of the block sees the whole ring and the whole block."""
+    c, inputs = setup.config, setup.inputs
+    q = rope.rotate(attention.queries(w, attention.query_latent(w, u, c, inputs), inputs), at)
+    keys = jnp.concatenate([main, _keys(setup, w, u, at)], axis=1)  # [B, W + J, Dh]
+    seen = jnp.concatenate([filled, jnp.ones(u.shape[:2], bool)], axis=1)
+    mask = jnp.broadcast_to(seen[:, None], (*u.shape[:2], keys.shape[1]))
+    o, _ = attention.attend_masked(q, keys, mask, w["attn_sink"])
+    return attention.output(w, rope.rotate(o, at, inverse=True), c, inputs), None
+
+
+def _chain(w: Weights, token: Int[Array, " B"], y: Float[Array, "B J D"], base: Float[Array, "B J V"]) -> Draft:
+    """Choose the drafts in order: logits_i = base_i + E[t_i] H^T, t_{i+1} = their largest; confidence from y_i, E[t_i].
+
+    E and H are the bigram head. y is the folded stream before the norm; both heads compute in float32.
+    """
+
+    def step(token: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
+        y, base = at
+        read = w["markov_head"]["embed"][token].astype(y.dtype)
+        logits = base + model.logits(w["markov_head"]["head"], read)
+        confidence = linear32(jnp.concatenate([y, read], axis=-1), w["confidence_head"]["proj"])[:, 0]
+        chosen = jnp.argmax(logits, axis=-1).astype(token.dtype)
+        return chosen, (chosen, logits, confidence)
+
+    _, made = jax.lax.scan(step, token, (jnp.moveaxis(y, 1, 0), jnp.moveaxis(base, 1, 0)))
+    chosen, logits, confidence = (jnp.moveaxis(a, 0, 1) for a in made)
+    return Draft(jnp.concatenate([token[:, None], chosen], axis=1), logits, confidence)
+
+
+def _cast(setup: Setup, w: Weights) -> dict[str, Any]:
+    """The stages, matrices in the compute dtype."""
+    return model.cast(declare(setup.config), w, jnp.dtype(setup.compute.dtype))["mtp"]
