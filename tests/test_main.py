@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEAK, STEPS, WARMUP, arguments, tiny, write_corpus
+from tiny_run import FINAL, PEAK, STEPS, WARMUP, arguments, tiny, write_corpus
 
 from dsflash_jax import cli
 from train import data, main, metrics
@@ -119,10 +119,8 @@ def test_every_counter_is_the_number_of_updates(straight: Path, corpus: Path) ->
 
 
 def test_the_learning_rate_of_step_n_is_the_schedules_at_n_minus_one(straight: Path) -> None:
-    # decay_start 28/45 and decay_end 40/45 of ten steps; the first update moves already.
-    start, end, final = 280 / 45, 400 / 45, 1e-3
-    half_wave = [final + (PEAK - final) / 2 * (1 + cos(pi * (t - start) / (end - start))) for t in (7, 8)]
-    expected = [PEAK * n / WARMUP for n in range(1, WARMUP)] + [PEAK] * 5 + half_wave + [final]
+    cosine = [FINAL + (PEAK - FINAL) / 2 * (1 + cos(pi * (t - 5) / 4)) for t in (6, 7, 8)]
+    expected = [PEAK * n / WARMUP for n in range(1, WARMUP)] + [PEAK] * 4 + cosine + [FINAL]
     shown = [x["learning_rate"] for x in metrics.read(straight / "metrics.jsonl", "train")]
     np.testing.assert_allclose(shown, expected, rtol=1e-6)  # float32
 

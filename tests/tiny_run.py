@@ -8,7 +8,7 @@ from dsflash_jax.overrides import find, override
 from train.config import Run
 
 STEPS = 10
-PEAK, WARMUP = 1e-2, 3
+PEAK, WARMUP, FINAL = 1e-2, 3, 1e-3  # the decay runs from update 5 to update 9, of 0 to 9
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards make toxic brew for an evil queen".split()
 
 # One window layer and one Full layer whose selection is smaller than what it sees. The few Newton-Schulz steps and
@@ -20,9 +20,10 @@ MODEL = (
     "model.index_topk=2", "model.hc_mult=2", "model.hc_sinkhorn_iters=2",
 )  # fmt: skip
 RUN = (
-    f"steps={STEPS}", "optim.muon_steps=1,1", "optim.sinkhorn_iterations=1", f"optim.peak={PEAK}", "optim.final=1e-3",
-    f"optim.warmup_steps={WARMUP}", "data.seq_len=32", "data.batch_size=2", "data.holdout=4", "log_every=1",
-    "eval_every=5", "eval_batches=1", "save_every=5", "sample_tokens=3",
+    f"steps={STEPS}", "optim.muon_steps=1,1", "optim.sinkhorn_iterations=1", f"optim.peak={PEAK}",
+    f"optim.final={FINAL}", f"optim.warmup_steps={WARMUP}", "optim.decay_start=0.5", "optim.decay_end=0.9",
+    "data.seq_len=32", "data.batch_size=2", "data.holdout=4", "log_every=1", "eval_every=5", "eval_batches=1",
+    "save_every=5", "sample_tokens=3",
 )  # fmt: skip
 
 
