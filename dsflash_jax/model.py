@@ -473,9 +473,13 @@ class Model(nn.Module):
     def __call__(self, batch: Batch, objective: Objective | None = None) -> tuple[Array, LayerOut]:
         """Float32 logits [B,T,V] and per-layer sums; training uses `forward` and the chunked loss instead."""
         c = self.config
-        # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name.
+        # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name. In `apply` it
+        # evaluates the function for shapes only.
         assert self.scope is not None
-        made = init(c, self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else {}
-        tree = {name: self.param(name, lambda _, n=name: made[n]) for name in declare(c)}
+        made = init(c, self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else None
+        tree = {
+            name: self.param(name, lambda key, n=name: (init(c, key) if made is None else made)[n])
+            for name in declare(c)
+        }
         y, out = forward(Setup(c, self.compute, objective), tree, batch)
         return logits(tree["head"], y), out
