@@ -101,7 +101,7 @@ def test_statistics_run_over_all_copies_and_stay_float32():
 
 
 def test_coefficient_weights_stay_float32_under_a_bfloat16_cast():
-    cast = model.cast(tiny.T, tiny.weights(tiny.T), jnp.bfloat16)
+    cast = model.cast(model.declare(tiny.T), tiny.weights(tiny.T), jnp.bfloat16)
     for path, leaf in jax.tree_util.tree_flatten_with_path(cast)[0]:
         name = path[-1].key
         if name.startswith("hc_"):
