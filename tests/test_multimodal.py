@@ -149,3 +149,21 @@ def test_without_an_image_the_model_is_bit_identical_to_a_text_model(c: Config, 
     none, empty = (run(c, shifted, batch_of(c, images, False))[0] for images in (None, pictures(c, 0, row=None)))
     np.testing.assert_array_equal(none, want)
     np.testing.assert_array_equal(empty, want)
+
+
+def test_text_behind_an_image_gives_every_image_weight_a_gradient(c: Config, w: dict[str, Any]) -> None:
+    how = replace(F32, remat="selective")
+    batch = batch_of(c, pictures(c, 0))
+    names = ("vision", "aligner", "image_start", "image_newline", "image_end")
+
+    @jax.jit
+    def gradient(own: dict[str, Any]) -> dict[str, Any]:
+        def behind(own: dict[str, Any]) -> Array:
+            y, _ = model.forward(Setup(c, how), w | own, batch)
+            return y[0, IMAGE.stop :].sum()
+
+        return jax.grad(behind)(own)
+
+    got = gradient({name: w[name] for name in names})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(got):
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0, path
