@@ -29,7 +29,7 @@ demo: $(RUN)
 	$(BIN)/dsflash train demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(DEV)
 	$(BIN)/ruff check .
