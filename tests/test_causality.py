@@ -55,9 +55,9 @@ def test_every_row_is_the_last_row_of_its_prefix(whole):
     np.testing.assert_allclose(cut, full, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("length", [1, 7])
-def test_a_shorter_row_equals_the_start_of_a_longer_one(whole, length):
+def test_a_shorter_row_equals_the_start_of_a_longer_one(whole):
     c, w, run = whole
+    length = 7  # the next token completes a ratio-2 group
     ids = tiny.tokens(c, WIDTH, WIDTH)
     short = outputs(c)(w, tiny.batch(c, ids[:1, :length]))[0]
     np.testing.assert_allclose(short, run(w, tiny.batch(c, ids))[0, :length], atol=ROUNDING)

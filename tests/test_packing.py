@@ -31,7 +31,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=list(KINDS))
 def kind(request):
     """Configuration, weights and compiled hidden states of one kind of layer."""
-    c = tiny.with_modes(KINDS[request.param])
+    c = tiny.with_modes(KINDS[request.param], hc_mult=2)
     return c, tiny.weights(c), tiny.jit(lambda w, batch: model.forward(Setup(c, tiny.STRICT), w, batch)[0])
 
 
@@ -65,7 +65,7 @@ def test_replacing_one_document_leaves_the_other_alone(kind):
 
 @pytest.mark.parametrize("name", ["window", "full", "candidates", "all"])
 def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
-    c = tiny.with_modes(KINDS[name])
+    c = tiny.with_modes(KINDS[name], hc_mult=2)
     w = tiny.weights(c)
     ids = np.arange(WIDTH)[None]  # distinct: an embedding row is one token
 
@@ -85,7 +85,7 @@ def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
 
 
 def test_the_loss_of_packed_documents_is_the_token_weighted_mean_of_each_alone():
-    c = tiny.with_modes("S F2")
+    c = tiny.with_modes("S F2", hc_mult=2)
     w, aim = tiny.weights(c), Objective(index_weight=0, balance_weight=0)
     run = tiny.jit(lambda w, batch: loss.total(c, tiny.STRICT, aim, w, batch))
     ids = tiny.tokens(c, 1, 11)
@@ -97,7 +97,7 @@ def test_the_loss_of_packed_documents_is_the_token_weighted_mean_of_each_alone()
 
 
 def test_renaming_documents_changes_nothing():
-    c = tiny.with_modes("S F2")
+    c = tiny.with_modes("S F2", hc_mult=2)
     w, aim = tiny.weights(c), Objective(index_keys="topk")
     run = tiny.jit(jax.value_and_grad(lambda w, batch: loss.total(c, tiny.STRICT, aim, w, batch)[0]))
     batch = tiny.batch(c, tiny.tokens(c, 1, 11), [[5, 6]])
