@@ -15,7 +15,9 @@ from dsflash_jax.config import Config, QuantizationConfig, RopeScaling, VisionCo
 from dsflash_jax.model import Setup
 from dsflash_jax.params import leaves
 
-BASE = dataclasses.replace(tiny.with_modes("Se F1p X", hc_mult=2), rms_norm_eps=1e-3)  # an eps that a small change shows
+BASE = dataclasses.replace(
+    tiny.with_modes("Se F1p X", hc_mult=2), rms_norm_eps=1e-3
+)  # an eps that a small change shows
 WIDTH = 14
 # Fields that change which weights exist, their shapes, or how they start.
 SHAPES = {

@@ -34,7 +34,7 @@ def step(c: Config, how: Compute, length: int) -> jax.stages.Lowered:
 
 def temporary(lowered: jax.stages.Lowered) -> int:
     """Bytes of a program's temporary buffers."""
-    memory = lowered.compile().memory_analysis()
+    memory = lowered.compile(compiler_options=tiny.QUICK).memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 
@@ -45,7 +45,7 @@ def test_memory_grows_with_length_and_holds_no_square():
     c = c.with_modes("S F1p X")
     how = Compute(dtype="float32", remat="selective", experts="ragged")
     programs = {length: step(c, how, length) for length in (2048, 4096, 8192)}
-    compiled = {length: lowered.compile() for length, lowered in programs.items()}
+    compiled = {length: lowered.compile(compiler_options=tiny.QUICK) for length, lowered in programs.items()}
     used = {length: p.memory_analysis().temp_size_in_bytes for length, p in compiled.items()}
     assert used[4096] <= 2.3 * used[2048] and used[8192] <= 2.3 * used[4096]
     # Neither T x T (2^24 entries), T x V (2^22) nor the whole row's T x K x head_dim (2^21): only chunks of them.
