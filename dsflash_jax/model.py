@@ -473,6 +473,7 @@ class Model(nn.Module):
     def __call__(self, batch: Batch, objective: Objective | None = None) -> tuple[Array, LayerOut]:
         """Float32 logits [B,T,V] and per-layer sums; training uses `forward` and the chunked loss instead."""
         c = self.config
+        assert self.scope is not None, "Linen binds a scope before it calls"
         # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name. In `apply` it
         # evaluates the function for shapes only.
         assert self.scope is not None
