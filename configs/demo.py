@@ -36,10 +36,11 @@ model = Config(
 config = Run(
     model=model,
     out="runs/demo",
-    steps=160,
+    steps=100,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
-    optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=15, decay_start=0.5, decay_end=1.0),
+    optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=10, decay_start=0.4, decay_end=1.0),
     data=Data(seq_len=256, batch_size=8),
-    eval_every=40,
+    eval_every=50,
     save_every=20,
+    sample_tokens=120,
 )
