@@ -126,7 +126,7 @@ EDGE = dataclasses.replace(tiny.T, hc_mult=2).with_modes("F2 X")
 @pytest.fixture(scope="module")
 def edge():
     """Loss and gradients of a one-token document, a fully padded row and two packed documents."""
-    aim = Objective(index_random=2)
+    aim = Objective(index_keys="topk+random", index_random=2)
     lengths = [[1], [], [4, 5], [9]]
     run = tiny.jit(
         jax.value_and_grad(lambda w, b: loss.total(EDGE, tiny.STRICT, aim, w, b, jax.random.key(0)), has_aux=True)

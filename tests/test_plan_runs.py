@@ -14,7 +14,7 @@ from dsflash_jax import hyper, loss, model, modes
 from dsflash_jax.config import Compute, Objective
 from dsflash_jax.model import Setup
 
-AIM = Objective(index_random=3)  # every loss term, and slots drawn at random
+AIM = Objective(index_keys="topk+random", index_random=3)  # every loss term, and slots drawn at random
 WIDTH = 12
 
 

@@ -15,7 +15,7 @@ from dsflash_jax import loss, model
 from dsflash_jax.config import Compute, Config, Objective
 from dsflash_jax.model import Batch
 
-AIM = Objective(index_random=8)
+AIM = Objective(index_keys="topk+random", index_random=8)
 # 40 layers of the release, and 76 of the same distinct bodies.
 DEEPER = "S Se 4(F2 5U) F2e 5U F1p 3U 9(X 3U) X 3Ut"
 
