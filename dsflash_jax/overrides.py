@@ -31,7 +31,7 @@ def find(source: str) -> Any:
     """The configuration `source` stands for: a Python file, a config.json of a checkpoint, or a name from `names()`.
 
     A Python file is run and must define `config`, a dataclass instance (a `Config`, or a run that holds one).
-    Raises FileNotFoundError naming the nearest name, or ValueError for a file of another kind.
+    Raises FileNotFoundError naming the nearest name, or ValueError for a file of another kind or one that fails.
     """
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
@@ -53,9 +53,12 @@ def _run_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not an importable Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path}: running the file failed with {type(error).__name__}: {error}") from error
     config = getattr(module, "config", None)
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+    if not isinstance(getattr(config, "model", config), Config):  # a run holds its architecture there
         raise ValueError(f"{path}: expected a module-level `config` (a Config or a run record), got {config!r}")
     return config
 
