@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,14 +35,15 @@ def find(source: str) -> Any:
     Raises FileNotFoundError naming the nearest name, or ValueError for a file of another kind or one that fails.
     """
     path = Path(source)
-    if path.suffix == ".json" and path.is_file():
+    is_file = os.path.isfile(source)  # unlike Path.is_file, false for what no path can be, as a too long one
+    if path.suffix == ".json" and is_file:
         return Config.from_json(path)
-    if path.suffix == ".py" and path.is_file():
+    if path.suffix == ".py" and is_file:
         return _run_file(path)
     for folder in FOLDERS:
-        if (folder / f"{source}.py").is_file():
+        if os.path.isfile(folder / f"{source}.py"):
             return _run_file(folder / f"{source}.py")
-    if path.is_file():
+    if is_file:
         raise ValueError(f"{source}: a configuration is a .py file that defines `config`, or a config.json")
     raise FileNotFoundError(
         f"no configuration {source!r}: neither a file nor one of {names()}{hint(path.stem, names())}"

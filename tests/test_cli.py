@@ -49,6 +49,7 @@ def test_unknown_subcommand_names_the_nearest(capsys: pytest.CaptureFixture[str]
         (["modes", "S U"], "layer 1 (U) has no F before it"),
         (["modes", "F1p U F2"], "layer 2 makes ratio-2 KV above the candidate source 0"),
         (["modes", "S 999999999(S)"], "more than 10000; correct the counts"),
+        (["describe", "x" * 300], "no configuration"),
         (["parity", "a", "b"], "unrecognized arguments: b"),
         (["modes", "S F1", "index_topk=3"], "a mode string takes no overrides"),
     ],
@@ -74,6 +75,12 @@ def test_modes_shows_plan_and_string(source: str, tmp_path: Path, capsys: pytest
     assert {k: sheet["layers"][27][k] for k in ("mode", "ratio", "kv_source", "index_source")} == {
         "mode": "reuse", "ratio": 1, "kv_source": 20, "index_source": 24,
     }  # fmt: skip
+
+
+def test_modes_reads_a_string_longer_than_any_file_name(tmp_path: Path) -> None:
+    path = tmp_path / "sheet.json"
+    assert status(["modes", "S " * 200, "--json", str(path)]) == 0
+    assert len(json.loads(path.read_text())["layers"]) == 200
 
 
 def test_modes_applies_overrides(tmp_path: Path) -> None:
