@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         refuse(f"unknown subcommand {arguments[0]!r}{hint(arguments[0], names)} (there are: {', '.join(names)})")
     parsed = parser.parse_args(arguments)
+    check_writable(parsed.json)
     return int(parsed.function(parsed))
 
 
@@ -34,11 +35,31 @@ def refuse(message: object) -> NoReturn:
     raise SystemExit(WRONG_USE)
 
 
+def check_writable(path: Path | None) -> None:
+    """Make the folder of a --json path; one that cannot be written is refused before any work is done for it."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()  # a run that fails leaves no empty result
+    except OSError as error:
+        refuse(f"--json {path} cannot be written: {error.strerror}; give the path of a file")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of this command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2."""
+        refuse(f"{message} (see {self.prog} --help)")
+
+
 def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The command line and the names of its subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="dsflash", description="DeepSeek-V4.1-Flash in JAX and Flax: train it, check it, study it."
-    )
+    parser = Parser(prog="dsflash", description="DeepSeek-V4.1-Flash in JAX and Flax: train it, check it, study it.")
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
 
     train = add(
@@ -120,7 +141,6 @@ def read_config(source: str, overrides: Iterable[str]) -> Any:
 def write_json(path: Path | None, result: Any) -> None:
     """Write the machine-readable result where --json asks for one."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dsflash_jax import modes
 
@@ -163,11 +164,12 @@ class Config:
     @classmethod
     def from_json(cls, source: str | Path | dict[str, Any]) -> Config:
         """Read the checkpoint's nested config.json (a path or its parsed content); unknown keys raise."""
-        data = source if isinstance(source, dict) else json.loads(Path(source).read_text())
-        if "text_config" not in data:
+        data = source if isinstance(source, dict) else _read_json(Path(source))
+        if not isinstance(data, dict) or not isinstance(data.get("text_config"), dict):
+            found = f"keys {sorted(data)[:8]}" if isinstance(data, dict) else f"a {type(data).__name__}"
             raise ValueError(
                 "config.json has no text_config: expected the checkpoint's nested form "
-                f"(architectures, text_config, vision_config), found keys {sorted(data)[:8]}"
+                f"(architectures, text_config, vision_config), found {found}"
             )
         top, text = dict(data), dict(data["text_config"])
         top.pop("text_config")
@@ -258,9 +260,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        for key in ("index_weight", "balance_weight", "z_weight"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"objective.{key} must not be negative, got {getattr(self, key)}")
+        for key in ("index_weight", "index_random", "balance_weight", "z_weight"):
+            value = getattr(self, key)
+            need(0 <= value < math.inf, f"objective.{key} must not be negative, and finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,10 @@ def validate(c: Config) -> None:
         "index_topk hc_mult hc_sinkhorn_iters max_position_embeddings"
     ).split():
         need(getattr(c, key) >= 1, f"{key} must be at least 1, got {getattr(c, key)}")
-    need(c.gate_temp > 0, f"gate_temp must be positive, got {c.gate_temp}")
+    for key in ("gate_temp", "rope_theta", "compress_rope_theta", "hc_eps"):
+        need(0 < getattr(c, key) < math.inf, f"{key} must be positive and finite, got {getattr(c, key)}")
+    for key in ("initializer_range", "swiglu_limit"):
+        need(0 <= getattr(c, key) < math.inf, f"{key} must be finite and not negative, got {getattr(c, key)}")
     need(c.rms_norm_eps > 0, f"rms_norm_eps must be positive, got {c.rms_norm_eps}: an all-zero row would give NaN")
     need(c.num_attention_heads % c.o_groups == 0,
          f"o_groups={c.o_groups} does not divide num_attention_heads={c.num_attention_heads}")  # fmt: skip
@@ -328,16 +333,42 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def build(cls: type, data: dict[str, Any], where: str) -> Any:
-    """Make a record from plain data: unknown and missing keys raise, lists become tuples."""
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8 or not JSON
+        raise ValueError(f"{path}: expected JSON, got what cannot be read: {error}") from error
+
+
+def build(cls: type, data: Any, where: str) -> Any:
+    """Make a record from plain data: unknown and missing keys and values of another type raise, lists become tuples."""
+    need(isinstance(data, dict), f"{where}: expected an object with keys, got {data!r}")
     known = {f.name: f for f in dataclasses.fields(cls)}
+    kinds = get_type_hints(cls)
     for key in data:
         if key not in known:
             raise unknown_key(key, list(known), where)
     missing = [n for n, f in known.items() if n not in data and f.default is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{where}: missing {', '.join(missing)}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for key, value in values.items():
+        need(_is_a(value, kinds[key]), f"{where}: {key} must be {known[key].type}, got {value!r}")
+    return cls(**values)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether `value` is of a field's type; an int counts as a float, true and false as no number."""
+    args = get_args(kind)
+    if kind is float:
+        return type(value) in (int, float)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_a(v, args[0]) for v in value)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str)  # which of the choices it is, `check_literals` says
+    if args:  # a union
+        return any(_is_a(value, a) for a in args)
+    return type(value) is kind
 
 
 def plain(record: Any) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,7 @@ ITEM_STARTS = "SFXU0123456789("
 
 def is_mode_string(source: str) -> bool:
     """Whether `source` is meant as a mode string: no file or known configuration, and it begins like one."""
-    return source not in overrides.names() and not Path(source).exists() and source.strip()[:1] in ITEM_STARTS
+    return source not in overrides.names() and not os.path.exists(source) and source.strip()[:1] in ITEM_STARTS
 
 
 def config_of(string: str) -> Config:

@@ -237,6 +237,7 @@ def places(nodes: Sequence[Node]) -> tuple[Place, ...]:
 
 # Mode strings. An item is [count]LETTER[ratio][flags] or [count](items); F needs a ratio, X and U take their source's.
 # Flags: e = n-gram memory, p = publishes candidate blocks, t = feeds the draft head.
+MOST_LAYERS = 10000  # far beyond any model, and still read at once
 _ITEM = re.compile(r"\s*(?:(\d*)\s*([SFXU])(\d*)([ept]*)(?![A-Za-z0-9])|(\d*)\s*(\()|(\)))")
 
 
@@ -265,14 +266,22 @@ def parse(string: str) -> tuple[LayerSpec, ...]:
             n, items = stack.pop()
             if not items:
                 raise ValueError(f"mode string: empty group in {string!r}")
+            _room(len(stack[-1][1]) + len(items) * n, string)
             stack[-1][1].extend(items * n)
         else:
             spec = _item(letter, ratio, flags, m.group().strip())
+            _room(len(stack[-1][1]) + int(count or 1), string)
             stack[-1][1].extend([spec] * int(count or 1))
         at = m.end()
     if len(stack) > 1:
         raise ValueError(f"mode string: ( without ) in {string!r}")
     return _complete(stack[0][1], string)
+
+
+def _room(layers: int, string: str) -> None:
+    """Refuse a mistyped count before it fills the memory."""
+    if layers > MOST_LAYERS:
+        raise ValueError(f"mode string {string!r}: {layers} layers, more than {MOST_LAYERS}; correct the counts")
 
 
 def _item(letter: str, ratio: str, flags: str, item: str) -> LayerSpec:

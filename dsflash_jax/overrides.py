@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,17 +32,18 @@ def find(source: str) -> Any:
     """The configuration `source` stands for: a Python file, a config.json of a checkpoint, or a name from `names()`.
 
     A Python file is run and must define `config`, a dataclass instance (a `Config`, or a run that holds one).
-    Raises FileNotFoundError naming the nearest name, or ValueError for a file of another kind.
+    Raises FileNotFoundError naming the nearest name, or ValueError for a file of another kind or one that fails.
     """
     path = Path(source)
-    if path.suffix == ".json" and path.is_file():
+    is_file = os.path.isfile(source)  # unlike Path.is_file, false for what no path can be, as a too long one
+    if path.suffix == ".json" and is_file:
         return Config.from_json(path)
-    if path.suffix == ".py" and path.is_file():
+    if path.suffix == ".py" and is_file:
         return _run_file(path)
     for folder in FOLDERS:
-        if (folder / f"{source}.py").is_file():
+        if os.path.isfile(folder / f"{source}.py"):
             return _run_file(folder / f"{source}.py")
-    if path.is_file():
+    if is_file:
         raise ValueError(f"{source}: a configuration is a .py file that defines `config`, or a config.json")
     raise FileNotFoundError(
         f"no configuration {source!r}: neither a file nor one of {names()}{hint(path.stem, names())}"
@@ -53,9 +55,12 @@ def _run_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not an importable Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path}: running the file failed with {type(error).__name__}: {error}") from error
     config = getattr(module, "config", None)
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+    if not isinstance(getattr(config, "model", config), Config):  # a run holds its architecture there
         raise ValueError(f"{path}: expected a module-level `config` (a Config or a run record), got {config!r}")
     return config
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -277,15 +279,38 @@ def gradient_lines(setup: Setup, w: Weights, batch: Batch, trace: str, recorded:
         yield value_line(trace, f"grad.{name}", got, want, tolerance, "gradient")
 
 
+def read(path: Path) -> Arrays:
+    """All arrays of an .npz file. Raises ValueError for a damaged one."""
+    try:
+        with path.open("rb") as file, np.load(file) as arrays:
+            return dict(arrays)
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected arrays as numpy.savez writes them, got a damaged file ({error})") from error
+
+
 def check(folder: Path) -> tuple[list[Line], list[str]]:
     """Run every covered trace of a folder; also returns the names of traces that are not covered, or not in full."""
     for name in ("config.json", "weights.npz", "inputs.npz"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: no {name}; expected config.json, weights.npz, inputs.npz and traces")
     c = Config.from_json(folder / "config.json")
-    tensors = dict(np.load(folder / "weights.npz"))
+    tensors = read(folder / "weights.npz")
     w = jax.tree.map(jnp.asarray, checkpoint.adopt(c, tensors))
-    batch = batch_of(c, dict(np.load(folder / "inputs.npz")))
+    inputs = read(folder / "inputs.npz")
+    if "input_ids" not in inputs:
+        raise ValueError(
+            f"{folder / 'inputs.npz'}: no input_ids among {sorted(inputs)[:5]}; give the inputs of a trace"
+        )
+    ids = inputs["input_ids"]
+    if ids.min() < 0 or ids.max() >= c.vocab_size:
+        raise ValueError(
+            f"{folder / 'inputs.npz'}: input_ids from {ids.min()} to {ids.max()}, but vocab_size={c.vocab_size}; the "
+            "inputs are of another model"
+        )
+    try:
+        batch = batch_of(c, inputs)
+    except KeyError as error:
+        raise ValueError(f"{folder / 'inputs.npz'}: no {error}; the inputs are of another model") from error
     traces = sorted(p.stem for p in folder.glob("*.npz") if p.stem not in ("weights", "inputs"))
     lines: list[Line] = []
     runs: dict[str, Arrays] = {}
@@ -293,7 +318,7 @@ def check(folder: Path) -> tuple[list[Line], list[str]]:
         variant = variant_of(trace, tensors)
         if variant is None:
             continue
-        recorded, setup = dict(np.load(folder / f"{trace}.npz")), variant.setup(c)
+        recorded, setup = read(folder / f"{trace}.npz"), variant.setup(c)
         if trace.startswith("grads"):
             lines += gradient_lines(setup, w, batch, trace, recorded)
             continue
@@ -305,7 +330,7 @@ def check(folder: Path) -> tuple[list[Line], list[str]]:
             got = drafted(setup, w, batch, got, int(step[2])) if recorded else {}
             lines += forward_lines(trace, got, recorded, variant.share)
         elif variant.dtype == "bfloat16":
-            lines += coarse_lines(trace, got, recorded, dict(np.load(folder / f"{trace.replace('bf16', 'f32')}.npz")))
+            lines += coarse_lines(trace, got, recorded, read(folder / f"{trace.replace('bf16', 'f32')}.npz"))
         else:
             lines += forward_lines(trace, got, recorded, variant.share)
     return lines, [t for t in traces if variant_of(t, tensors) is None or DECODE.fullmatch(t)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from dsflash_jax.config import Compute, Config, Objective, need
@@ -38,6 +39,8 @@ class Run:
             need(getattr(self, key) >= 1, f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("seed", "sample_tokens", "sample_temperature"):
             need(getattr(self, key) >= 0, f"{key} must not be negative, got {getattr(self, key)}")
+        need(self.seed < 2**63, f"seed must be below 2**63, got {self.seed}")
+        need(self.optim.peak < math.inf, f"optim.peak must be finite, got {self.optim.peak}")
         need(bool(self.out), "out names the folder of the run; give it a name, for example out=runs/demo")
         _match_tokenizer(self.model)
         limit = self.model.max_position_embeddings

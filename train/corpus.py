@@ -55,6 +55,8 @@ def load(source: str) -> Corpus:
     Files that are unreadable, empty or not UTF-8 are skipped and listed. Raises FileNotFoundError for a missing path,
     ValueError for another kind of file, a bad .jsonl line (file and line named) or a source without any text.
     """
+    if not source:  # an empty path would be the working folder
+        raise ValueError(f"data.source is empty: expected {STDLIB!r}, a folder or a .jsonl file")
     path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source).expanduser()
     if source != STDLIB and not path.exists():
         raise FileNotFoundError(

@@ -75,7 +75,7 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
     _check_devices()
     batches, heldout = _read(config)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
     saver = Saver(config)
     try:
         state = _start(config, saver, batches, console)
@@ -103,6 +103,13 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
         metrics.say(console, f"checkpoints, metrics.jsonl, loss.png and sample.txt are in {out}")
     _write(json_path, result)
     return 0
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={str(out)!r} cannot be a folder: {error.strerror}; give another one") from error
 
 
 def _check_devices() -> None:
