@@ -173,7 +173,10 @@ def _tuple(text: str, args: tuple[Any, ...], kind: Any, key: str) -> tuple[Any, 
 def _unquoted(text: str) -> str:
     """Text without the quotes that survive a shell."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
-        return str(ast.literal_eval(text))
+        try:
+            return str(ast.literal_eval(text))
+        except SyntaxError as error:
+            raise ValueError(f"override value {text}: quotes that do not match; leave them out") from error
     return text
 
 

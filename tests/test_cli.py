@@ -128,6 +128,7 @@ def test_json_that_cannot_be_written_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("sample_prompt='a'b'", "quotes that do not match"),
         ("data.source=", "data.source is empty"),
         ("model.initializer_range=-1", "initializer_range must be finite and not negative"),
         ("model.rope_theta=0", "rope_theta must be positive"),
