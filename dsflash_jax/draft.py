@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from dsflash_jax import attention, hyper, model, quant, rope
 from dsflash_jax.config import Config, need
-from dsflash_jax.model import Setup, Stream
+from dsflash_jax.flow import Setup, Stream
 from dsflash_jax.modes import LayerSpec, Mode
 from dsflash_jax.ops import Rounding, exact, linear, linear32, rms_norm
 from dsflash_jax.params import Weight, Weights, norm, normal

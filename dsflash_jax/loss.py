@@ -15,8 +15,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import model
-from dsflash_jax.config import Compute, Config, Objective
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.config import Config, Objective
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
 from dsflash_jax.params import Weights
 
@@ -92,16 +92,17 @@ def index_shares(c: Config, aim: Objective) -> np.ndarray:
     return shares
 
 
-def total(
-    c: Config, how: Compute, aim: Objective, w: Weights, batch: Batch, key: Any = None
-) -> tuple[Float[Array, ""], Report]:
+def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Float[Array, ""], Report]:
     """Mean cross-entropy a counted token + weighted indexer KL, balance and z terms, and the step's report.
 
     Each layer's KL is a mean over its queries with at least two visible slots; its balance loss a mean over sequences.
+    `setup` must have an objective.
     """
-    y, out = model.forward(Setup(c, how, aim), w, batch, key)
+    c, aim = setup.config, setup.objective
+    assert aim is not None, "the loss needs an objective: without one `forward` computes no auxiliary sums"
+    y, out = model.forward(setup, w, batch, key)
     with jax.named_scope("cross_entropy"):
-        ce = cross_entropy(w["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
+        ce = cross_entropy(w["head"], y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
     index = out.index / jnp.maximum(out.index_count, 1.0)
     balance = out.loads.balance / jnp.maximum(out.loads.sequences, 1.0)
     tokens = jnp.maximum(ce.tokens, 1.0)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from dsflash_jax import checkpoint, draft, engram, indexer, loss, model, vision
 from dsflash_jax.config import Compute, Config, Quantize
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
 
 Arrays = dict[str, np.ndarray]

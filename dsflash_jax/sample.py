@@ -14,16 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import model
-from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
 
 RowsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ids [1,T], positions [1,T] to rows [1,T,tables,N]
 
 
 def continue_ids(
-    c: Config,
-    how: Compute,
+    setup: Setup,
     w: Weights,
     prompt: Int[np.ndarray, " P"],
     count: int,
@@ -37,6 +35,7 @@ def continue_ids(
     Raises ValueError for an empty prompt, an id outside the vocabulary, a result longer than the model's limit, or
     n-gram memory without `rows_of`.
     """
+    c = setup.config
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one id, for example the beginning-of-sequence id")
     if prompt.min() < 0 or prompt.max() >= c.vocab_size:
@@ -51,7 +50,7 @@ def continue_ids(
     ids = np.zeros((1, total), np.int32)
     ids[0, : len(prompt)] = prompt
     positions = np.arange(total, dtype=np.int32)[None]
-    step = jax.jit(partial(_next, c, how, temperature))
+    step = jax.jit(partial(_next, setup, temperature))
     for at in range(len(prompt), total):
         rows = None if rows_of is None else rows_of(ids, positions)
         ids[0, at] = step(w, ids, positions, rows, at, key)
@@ -61,8 +60,7 @@ def continue_ids(
 
 
 def _next(
-    c: Config,
-    how: Compute,
+    setup: Setup,
     temperature: float,
     w: Weights,
     ids: Int[Array, "1 T"],
@@ -73,7 +71,7 @@ def _next(
 ) -> Int[Array, ""]:
     """The id at row `at`, drawn; what stands there or behind it is not seen, for the model is causal."""
     batch = Batch(ids, jnp.ones_like(ids), positions, engram_rows=rows)
-    y, _ = model.forward(Setup(c, how), w, batch)
+    y, _ = model.forward(setup, w, batch)
     row: Float[Array, " V"] = model.logits(w["head"], jax.lax.dynamic_index_in_dim(y[0], at - 1, keepdims=False))
     if temperature == 0:
         return jnp.argmax(row)

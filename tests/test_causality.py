@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from dsflash_jax import model
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 
 WIDTH = 14  # more ratio-2 groups and blocks than index_topk and candidate_topk_blocks keep
 ROUNDING = 1e-5  # float32 sums in another order, through eight layers of activations near size 1

@@ -15,7 +15,7 @@ from jax import Array
 
 from dsflash_jax import checkpoint, draft, engram, hyper, model
 from dsflash_jax.config import Compute, Config, Quantize
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import LayerSpec, Repeat, plan
 from dsflash_jax.params import map_weights
 

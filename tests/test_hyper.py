@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from dsflash_jax import hyper, model
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 
 COEFFICIENT = 3e-6  # values of size 1 through 20 normalisations in float32
 

@@ -12,7 +12,7 @@ import tiny
 
 from dsflash_jax import loss, model
 from dsflash_jax.config import Objective
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 from dsflash_jax.params import leaves
 
 C = dataclasses.replace(tiny.T, hc_mult=2).with_modes("F2 F1p X U")  # more visible slots than index_topk = 2
@@ -26,7 +26,7 @@ def flat(tree):
 
 def gradients(c, aim):
     batch = tiny.batch(c, tiny.tokens(c, 2, 12), [[5, 6], [12]])
-    value = lambda w: loss.total(c, tiny.STRICT, aim, w, batch, jax.random.key(1))[0]  # noqa: E731
+    value = lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch, jax.random.key(1))[0]  # noqa: E731
     return flat(tiny.jit(jax.grad(value))(tiny.weights(c)))
 
 
@@ -71,7 +71,7 @@ def test_every_key_set_gives_a_positive_finite_divergence(keys):
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("F1")
     aim = dataclasses.replace(KL, index_keys=keys)
     batch = tiny.batch(c, tiny.tokens(c, 2, 12))
-    run = tiny.jit(lambda w: loss.total(c, tiny.STRICT, aim, w, batch, jax.random.key(1)))
+    run = tiny.jit(lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch, jax.random.key(1)))
     total, report = run(tiny.weights(c))
     assert np.isfinite(report.index).all() and float(report.index[0]) > 0
     ce = report.ce.nll / report.ce.tokens
@@ -86,7 +86,7 @@ def test_a_groups_mean_teacher_averages_the_divergences_of_its_layers():
 
     def pulled(w):
         def value(w):
-            total, report = loss.total(c, tiny.STRICT, aim, w, batch)
+            total, report = loss.total(Setup(c, tiny.STRICT, aim), w, batch)
             return total, report.index
 
         (total, index), pull = jax.vjp(value, w)

@@ -12,7 +12,7 @@ import tiny
 
 from dsflash_jax import model
 from dsflash_jax.config import Config, QuantizationConfig, RopeScaling, VisionConfig
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 from dsflash_jax.params import leaves
 
 BASE = dataclasses.replace(

@@ -12,6 +12,7 @@ import tiny
 
 from dsflash_jax import loss
 from dsflash_jax.config import Objective
+from dsflash_jax.flow import Setup
 from dsflash_jax.loss import cross_entropy
 
 B, T, D, V = 2, 13, 6, 17
@@ -91,7 +92,7 @@ def test_total_is_the_weighted_sum_of_its_terms():
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S F1")
     aim = Objective(index_weight=0.5, index_keys="topk", balance_weight=0.25, z_weight=0.125)
     batch = tiny.batch(c, tiny.tokens(c, 2, 11), [[5, 6], [4]])
-    value, report = tiny.jit(lambda w: loss.total(c, tiny.STRICT, aim, w, batch))(tiny.weights(c))
+    value, report = tiny.jit(lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch))(tiny.weights(c))
     ce = report.ce
     want = ce.nll / ce.tokens + 0.5 * report.index.sum() + 0.25 * report.balance.sum() + 0.125 * ce.z / ce.tokens
     np.testing.assert_allclose(value, want, rtol=1e-6)  # four additions
@@ -104,6 +105,8 @@ def test_a_batch_without_any_target_has_loss_0():
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S F1")
     batch = tiny.batch(c, tiny.tokens(c, 1, 11), [[]])
     aim = Objective(index_keys="topk")
-    value, grads = tiny.jit(jax.value_and_grad(lambda w: loss.total(c, tiny.STRICT, aim, w, batch)[0]))(tiny.weights(c))
+    value, grads = tiny.jit(jax.value_and_grad(lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch)[0]))(
+        tiny.weights(c)
+    )
     assert float(value) == 0
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads))

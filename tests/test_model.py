@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from dsflash_jax import loss, model
+from dsflash_jax import flow, loss, model
 from dsflash_jax.config import Config, Objective
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 from dsflash_jax.params import leaves
 
 SMALL = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S F1")
@@ -72,7 +72,7 @@ def test_released_model_has_shapes_without_allocation(released):
     assert sum(a.size for a in jax.tree.leaves(w)) == sum(d.size for d in leaves(model.declare(released)).values())
     ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
     rows = jax.ShapeDtypeStruct((1, 4096, 2, 24), jnp.int32)
-    batch = model.Batch(ids, ids, ids, engram_rows=rows)
+    batch = flow.Batch(ids, ids, ids, engram_rows=rows)
     run = lambda w, batch: model.forward(Setup(released, tiny.Compute()), w, batch)  # noqa: E731
     y, out = jax.eval_shape(run, w, batch)
     assert y.shape == (1, 4096, 5120) and y.dtype == jnp.bfloat16
@@ -97,7 +97,7 @@ def shared_kv():
         full = w["layers"]["layer0"]
         attn = full["attn"] | {"compressor": compressor, "wo_b": full["attn"]["wo_b"] * own}
         tree = w | {"layers": w["layers"] | {"layer0": full | {"attn": attn}}}
-        return loss.total(c, tiny.STRICT, Objective(index_weight=0, balance_weight=0), tree, batch)[0]
+        return loss.total(Setup(c, tiny.STRICT, Objective(index_weight=0, balance_weight=0)), tree, batch)[0]
 
     return w["layers"]["layer0"]["attn"]["compressor"], tiny.jit(value), tiny.jit(jax.grad(value))
 
@@ -129,7 +129,9 @@ def edge():
     aim = Objective(index_keys="topk+random", index_random=2)
     lengths = [[1], [], [4, 5], [9]]
     run = tiny.jit(
-        jax.value_and_grad(lambda w, b: loss.total(EDGE, tiny.STRICT, aim, w, b, jax.random.key(0)), has_aux=True)
+        jax.value_and_grad(
+            lambda w, b: loss.total(Setup(EDGE, tiny.STRICT, aim), w, b, jax.random.key(0)), has_aux=True
+        )
     )
     return run, tiny.batch(EDGE, tiny.tokens(EDGE, 4, 9), lengths)
 

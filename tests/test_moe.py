@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny
 
-from dsflash_jax import model, moe
-from dsflash_jax.model import MIN_BALANCE_TOKENS
+from dsflash_jax import flow, moe
+from dsflash_jax.flow import MIN_BALANCE_TOKENS
 
 C = tiny.T
 PRODUCTS = {"ragged": moe.ragged_dot, "blocked": moe.blocked_dot, "dense": moe.dense_dot}
@@ -164,7 +164,7 @@ def test_perfect_balance_has_loss_1():
 def test_long_documents_balance_alone_and_short_ones_of_a_row_together():
     long, short = MIN_BALANCE_TOKENS, 40
     batch = tiny.batch(C, np.zeros((2, 2 * long + 100), np.int32), [[short, long, long - 1, 7], [short, 3]])
-    groups = np.asarray(model.context(C, batch).groups)
+    groups = np.asarray(flow.context(C, batch).groups)
     first = groups[0]
     parts = np.split(first, np.cumsum([short, long, long - 1, 7]))
     assert all(len(set(p)) == 1 for p in parts)

@@ -15,7 +15,7 @@ from jax import Array
 
 from dsflash_jax import engram, model, vision
 from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import map_weights
 
 F32 = Compute(dtype="float32", remat="none", query_chunk=16)

@@ -12,7 +12,7 @@ import tiny
 
 from dsflash_jax import loss, model
 from dsflash_jax.config import Objective
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 
 WIDTH = 14
 LENGTHS = [[5, 6], [6, 5], [4, 8], [1, 1, 9], [3, 11], [14]]  # odd and even, padding behind most
@@ -73,7 +73,9 @@ def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
     def gradient(w, batch):
         # The balance loss joins short documents of a row on purpose, so cross-entropy alone is B's loss.
         aim = Objective(index_weight=0, balance_weight=0)
-        return jax.grad(lambda table: loss.total(c, tiny.STRICT, aim, w | {"embed": table}, batch)[0])(w["embed"])
+        return jax.grad(lambda table: loss.total(Setup(c, tiny.STRICT, aim), w | {"embed": table}, batch)[0])(
+            w["embed"]
+        )
 
     for lengths in ([5, 6], [6, 5], [4, 8]):
         batch = tiny.batch(c, ids, [lengths])
@@ -87,7 +89,7 @@ def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
 def test_the_loss_of_packed_documents_is_the_token_weighted_mean_of_each_alone():
     c = tiny.with_modes("S F2", hc_mult=2)
     w, aim = tiny.weights(c), Objective(index_weight=0, balance_weight=0)
-    run = tiny.jit(lambda w, batch: loss.total(c, tiny.STRICT, aim, w, batch))
+    run = tiny.jit(lambda w, batch: loss.total(Setup(c, tiny.STRICT, aim), w, batch))
     ids = tiny.tokens(c, 1, 11)
     packed, report = run(w, tiny.batch(c, ids, [[5, 6]]))
     assert float(report.ce.tokens) == 4 + 5
@@ -99,7 +101,7 @@ def test_the_loss_of_packed_documents_is_the_token_weighted_mean_of_each_alone()
 def test_renaming_documents_changes_nothing():
     c = tiny.with_modes("S F2", hc_mult=2)
     w, aim = tiny.weights(c), Objective(index_keys="topk")
-    run = tiny.jit(jax.value_and_grad(lambda w, batch: loss.total(c, tiny.STRICT, aim, w, batch)[0]))
+    run = tiny.jit(jax.value_and_grad(lambda w, batch: loss.total(Setup(c, tiny.STRICT, aim), w, batch)[0]))
     batch = tiny.batch(c, tiny.tokens(c, 1, 11), [[5, 6]])
     names = jnp.asarray([0, 7, 3], jnp.int32)
     renamed = dataclasses.replace(batch, segments=names[batch.segments])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from dsflash_jax import hyper, loss, model, modes
+from dsflash_jax import flow, hyper, loss, model, modes
 from dsflash_jax.config import Compute, Objective
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 
 AIM = Objective(index_keys="topk+random", index_random=3)  # every loss term, and slots drawn at random
 WIDTH = 12
@@ -20,7 +20,7 @@ WIDTH = 12
 
 def graded(c, how):
     """Loss, report and gradients of every weight on two packed rows."""
-    value = lambda w, batch: loss.total(c, how, AIM, w, batch, jax.random.key(3))  # noqa: E731
+    value = lambda w, batch: loss.total(Setup(c, how, AIM), w, batch, jax.random.key(3))  # noqa: E731
     batch = tiny.batch(c, tiny.tokens(c, 2, WIDTH), [[5, 6], [WIDTH]])
     return tiny.jit(jax.value_and_grad(value, has_aux=True))(tiny.weights(c), batch)
 
@@ -54,9 +54,9 @@ def test_nested_scans_equal_the_table_run_layer_by_layer():
 
     def graded(nodes, layers):
         def value(layers):
-            ctx = model.context(c, batch, jax.random.key(3))
-            stream = model.Stream(*hyper.start(w["embed"][batch.tokens], c.hc_mult))
-            stream, out = model.run(Setup(c, tiny.STRICT, AIM), nodes, layers, stream, model.Shared(), ctx)
+            ctx = flow.context(c, batch, jax.random.key(3))
+            stream = flow.Stream(*hyper.start(w["embed"][batch.tokens], c.hc_mult))
+            stream, out = model.run(Setup(c, tiny.STRICT, AIM), nodes, layers, stream, flow.Shared(), ctx)
             return jnp.sum(stream.x * direction) + out.index.sum() + out.loads.balance.sum(), out
 
         return tiny.jit(jax.value_and_grad(value, has_aux=True))(layers)
@@ -130,7 +130,7 @@ def test_a_trace_of_every_layer_does_not_change_the_output(base):
 def test_maths_holds_under_strict_promotion_of_types_and_ranks(how, aim):
     c = tiny.with_modes("Se F2 U F1p X")
     batch = tiny.batch(c, tiny.tokens(c, 2, WIDTH), [[5, 6], [WIDTH]])
-    value = lambda w, batch: loss.total(c, how, aim, w, batch, jax.random.key(0))  # noqa: E731
+    value = lambda w, batch: loss.total(Setup(c, how, aim), w, batch, jax.random.key(0))  # noqa: E731
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         (total, _), grads = jax.eval_shape(jax.value_and_grad(value, has_aux=True), tiny.weights(c), batch)
     assert {a.dtype for a in jax.tree.leaves((total, grads))} == {jnp.dtype("float32")}

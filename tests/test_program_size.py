@@ -13,7 +13,7 @@ import tiny
 
 from dsflash_jax import loss, model
 from dsflash_jax.config import Compute, Config, Objective
-from dsflash_jax.model import Batch
+from dsflash_jax.flow import Batch, Setup
 
 AIM = Objective(index_keys="topk+random", index_random=8)
 # 40 layers of the release, and 76 of the same distinct bodies.
@@ -28,7 +28,7 @@ def step(c: Config, how: Compute, length: int) -> jax.stages.Lowered:
     rows = jax.ShapeDtypeStruct((1, length, len(c.engram_layer_ids), width), jnp.int32)
     batch = Batch(ids, ids, ids, ids, mask, rows if c.engram_layer_ids else None)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    value = lambda w, batch, key: loss.total(c, how, AIM, w, batch, key)[0]  # noqa: E731
+    value = lambda w, batch, key: loss.total(Setup(c, how, AIM), w, batch, key)[0]  # noqa: E731
     return jax.jit(jax.value_and_grad(value)).lower(w, batch, key)
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from dsflash_jax import model
-from dsflash_jax.model import Setup
+from dsflash_jax.flow import Setup
 from dsflash_jax.sample import continue_ids
 
 C = dataclasses.replace(tiny.T, hc_mult=2, eos_token_id=39).with_modes("S F2")
@@ -25,7 +25,7 @@ def w():
 
 
 def greedy(c, w):
-    return continue_ids(c, tiny.STRICT, w, PROMPT, COUNT, 0.0, KEY)
+    return continue_ids(Setup(c, tiny.STRICT), w, PROMPT, COUNT, 0.0, KEY)
 
 
 @pytest.fixture(scope="module")
@@ -76,4 +76,4 @@ def test_low_temperature_is_greedy_and_high_temperature_follows_the_key(w, conti
 )
 def test_what_cannot_be_continued_is_refused(w, prompt, count, message):
     with pytest.raises(ValueError, match=message):
-        continue_ids(C, tiny.STRICT, w, np.array(prompt, np.int32), count, 0.0, KEY)
+        continue_ids(Setup(C, tiny.STRICT), w, np.array(prompt, np.int32), count, 0.0, KEY)

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import tiny, write_corpus
 
 from dsflash_jax import model
-from dsflash_jax.model import Batch
+from dsflash_jax.flow import Batch
 from dsflash_jax.params import leaves
 from train import data, step
 from train.config import Run
@@ -159,7 +159,7 @@ def test_an_optimiser_state_that_is_no_number_is_reported_though_no_weight_shows
 
 
 def test_evaluation_counts_the_targets_of_the_mask_only(run: Run, start: Any, batch: Batch) -> None:
-    score = jax.jit(partial(step.evaluate, run.model, run.compute))
+    score = jax.jit(partial(step.evaluate, run.inference))
     whole = score(start.params, batch)
     assert float(whole.tokens) == float(batch.loss_mask.sum())
     # At the start every id is about as likely as any other; 10 % covers what random weights of 0.02 do to logits.

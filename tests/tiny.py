@@ -11,7 +11,7 @@ import numpy as np
 
 from dsflash_jax import engram, model
 from dsflash_jax.config import Compute, Config, RopeScaling
-from dsflash_jax.model import Batch
+from dsflash_jax.flow import Batch
 from dsflash_jax.params import Weight, map_weights
 
 # Window, ratio-2 Full and Reuse, ratio-1 Full (publishing), Reuse, Reindex, Reuse.

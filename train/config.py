@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from dsflash_jax.config import Compute, Config, Objective, need
+from dsflash_jax.config import Compute, Config, Objective, Quantize, need
+from dsflash_jax.flow import Setup
 from train import tokenizer
 from train.data import Data
 from train.optim import Optim
@@ -22,6 +23,7 @@ class Run:
     steps: int  # optimiser updates
     compute: Compute = field(default_factory=Compute)  # dtype, remat, kernels
     objective: Objective = field(default_factory=Objective)  # auxiliary losses
+    quantize: Quantize = field(default_factory=Quantize)  # values rounded as in the released model; default none
     optim: Optim = field(default_factory=Optim)  # families and schedule
     data: Data = field(default_factory=Data)  # corpus, rows, batch
     seed: int = 0  # initial weights and random draws of the loss
@@ -46,6 +48,16 @@ class Run:
         limit = self.model.max_position_embeddings
         need(self.data.seq_len <= limit,
              f"data.seq_len={self.data.seq_len} exceeds model.max_position_embeddings={limit}")  # fmt: skip
+
+    @property
+    def setup(self) -> Setup:
+        """What the training step runs."""
+        return Setup(self.model, self.compute, self.objective, self.quantize)
+
+    @property
+    def inference(self) -> Setup:
+        """The same without auxiliary losses."""
+        return replace(self.setup, objective=None)
 
 
 def _match_tokenizer(c: Config) -> None:

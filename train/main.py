@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dsflash_jax import engram, model, sample
 from dsflash_jax.config import Config
-from dsflash_jax.model import Batch
+from dsflash_jax.flow import Batch
 from dsflash_jax.params import leaves
 from train import data, metrics, step, tokenizer
 from train.config import Run
@@ -177,7 +177,7 @@ def _loop(
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
     train = jax.jit(step.make_step(config), donate_argnums=0)
-    score = jax.jit(partial(step.evaluate, config.model, config.compute))
+    score = jax.jit(partial(step.evaluate, config.inference))
     first, end = int(state.step), min(config.steps, until or config.steps)
     pending: tuple[int, Metrics] | None = None
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
@@ -264,7 +264,7 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
         return None
     prompt = np.concatenate([[config.model.bos_token_id], tokenizer.encode(config.sample_prompt)])
     ids = sample.continue_ids(
-        config.model, config.compute, state.params, prompt, config.sample_tokens, config.sample_temperature,
+        config.inference, state.params, prompt, config.sample_tokens, config.sample_temperature,
         jax.random.key(config.seed), row_reader(config.model),
     )  # fmt: skip
     text = config.sample_prompt + tokenizer.decode(ids)

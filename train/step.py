@@ -14,8 +14,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from dsflash_jax import loss, model, modes
-from dsflash_jax.config import Compute, Config
-from dsflash_jax.model import Batch, Setup
+from dsflash_jax.config import Config
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights, leaves
 from train import optim
 from train.config import Run
@@ -78,7 +78,7 @@ def make_step(run: Run) -> Step:
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        value = partial(loss.total, run.model, run.compute, run.objective, batch=batch, key=key)
+        value = partial(loss.total, run.setup, batch=batch, key=key)
         (total, report), grads = jax.value_and_grad(value, has_aux=True)(state.params)
         with jax.named_scope("optimiser"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -116,7 +116,7 @@ def balance(params: Weights, counts: Float[Array, "L E"], layers: dict[str, np.n
     return jax.tree_util.tree_map_with_path(update, params)
 
 
-def evaluate(c: Config, how: Compute, params: Weights, batch: Batch) -> loss.CrossEntropy:
-    """Cross-entropy sums of a held-out batch, without auxiliary losses."""
-    y, _ = model.forward(Setup(c, how), params, batch)
-    return loss.cross_entropy(params["head"], y, batch.targets, batch.loss_mask, how.loss_chunk)
+def evaluate(setup: Setup, params: Weights, batch: Batch) -> loss.CrossEntropy:
+    """Cross-entropy sums of a held-out batch; pass a setup without an objective to leave out the auxiliary losses."""
+    y, _ = model.forward(setup, params, batch)
+    return loss.cross_entropy(params["head"], y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
