@@ -105,8 +105,7 @@ def test_a_batch_without_any_target_has_loss_0():
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S F1")
     batch = tiny.batch(c, tiny.tokens(c, 1, 11), [[]])
     aim = Objective(index_keys="topk")
-    value, grads = tiny.jit(jax.value_and_grad(lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch)[0]))(
-        tiny.weights(c)
-    )
+    value_of = lambda w: loss.total(Setup(c, tiny.STRICT, aim), w, batch)[0]  # noqa: E731
+    value, grads = tiny.jit(jax.value_and_grad(value_of))(tiny.weights(c))
     assert float(value) == 0
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads))

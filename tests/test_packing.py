@@ -72,10 +72,8 @@ def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
     @tiny.jit
     def gradient(w, batch):
         # The balance loss joins short documents of a row on purpose, so cross-entropy alone is B's loss.
-        aim = Objective(index_weight=0, balance_weight=0)
-        return jax.grad(lambda table: loss.total(Setup(c, tiny.STRICT, aim), w | {"embed": table}, batch)[0])(
-            w["embed"]
-        )
+        setup = Setup(c, tiny.STRICT, Objective(index_weight=0, balance_weight=0))
+        return jax.grad(lambda table: loss.total(setup, w | {"embed": table}, batch)[0])(w["embed"])
 
     for lengths in ([5, 6], [6, 5], [4, 8]):
         batch = tiny.batch(c, ids, [lengths])

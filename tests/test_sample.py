@@ -57,7 +57,7 @@ def test_a_continuation_ends_before_end_of_sequence(w, continued):
 
 def test_low_temperature_is_greedy_and_high_temperature_follows_the_key(w, continued):
     draw = lambda temperature, seed: continue_ids(  # noqa: E731
-        C, tiny.STRICT, w, PROMPT, COUNT, temperature, jax.random.key(seed)
+        Setup(C, tiny.STRICT), w, PROMPT, COUNT, temperature, jax.random.key(seed)
     )
     np.testing.assert_array_equal(draw(1e-4, 1), continued)
     first, again, other = draw(5.0, 1), draw(5.0, 1), draw(5.0, 2)
