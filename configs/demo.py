@@ -32,8 +32,13 @@ model = Config(
     index_n_heads=4,
     index_head_dim=16,
     index_topk=16,  # of up to 256 visible slots
+    engram_max_ngram_size=4,
+    engram_vocab_size=2000,  # rows a hash head, two heads for each n-gram size
+    engram_n_heads=2,
+    engram_head_dim=16,
+    engram_compressed_vocab_size=264,  # bytes have no spellings to merge
     max_position_embeddings=4096,
-).with_modes("S S F2 U F1 X U U")
+).with_modes("S Se F2 U F1 X U U", engram_num_embeddings=(12126,))
 
 config = Run(
     model=model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +56,20 @@ def test_a_state_comes_back_bit_for_bit_with_its_types_and_its_position(run: Run
         assert one.dtype == two.dtype and np.asarray(one).tobytes() == np.asarray(two).tobytes()
 
 
-def test_a_template_of_another_shape_or_tree_is_refused(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"a": STATE.params["a"]}, r"params.b was 'bfloat16\[1\]', is absent"),
+        (STATE.params | {"c": jnp.zeros(2)}, r"params.c was absent, is 'float32\[2\]'"),
+        (STATE.params | {"b": jnp.zeros(2, jnp.bfloat16)}, r"params.b was 'bfloat16\[1\]', is 'bfloat16\[2\]'"),
+        (STATE.params | {"b": jnp.zeros(1)}, r"params.b was 'bfloat16\[1\]', is 'float32\[1\]'"),
+    ],
+)
+def test_a_template_of_another_tree_shape_or_type_is_refused_and_named(params: Any, named: str, run: Run) -> None:
     with opened(run) as saver:
         saver.save(STATE, POSITION)
-        for params in ({"a": STATE.params["a"]}, STATE.params | {"b": jnp.zeros(2, jnp.bfloat16)}):
-            with pytest.raises((ValueError, KeyError)):
-                saver.restore(jax.eval_shape(lambda p=params: STATE.replace(params=p)))
+        with pytest.raises(ValueError, match=f"the arrays of step 3 do not fit this run: {named}$"):
+            saver.restore(jax.eval_shape(lambda: STATE.replace(params=params)))
 
 
 def test_the_newest_checkpoints_are_kept_and_one_step_is_written_once(run: Run) -> None:

@@ -29,6 +29,7 @@ from train.data import Batches
 from train.saver import Saver
 from train.step import Metrics, TrainState
 
+QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs once, a bit more for the steps
 AS_ASKED = "as asked"  # why a run stopped at the step `until`
 SHOWN = 3  # names that a message lists before it counts the rest
 
@@ -112,6 +113,13 @@ def _make_folder(out: Path) -> None:
         raise ValueError(f"out={str(out)!r} cannot be a folder: {error.strerror}; give another one") from error
 
 
+def _jit(function: Any, effort: int, **options: Any) -> Any:
+    """`jax.jit`; a CPU's compiler, whose time a small run mostly consists of, is told how hard to optimise."""
+    if jax.default_backend() == "cpu":
+        options["compiler_options"] = {"xla_backend_optimization_level": effort}
+    return jax.jit(function, **options)
+
+
 def _check_devices() -> None:
     try:
         jax.devices()
@@ -153,7 +161,7 @@ def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> Tra
     text = f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens"
     metrics.say(console, text)
     if saver.latest() is None:
-        return jax.jit(partial(step.initial, config))()
+        return _jit(partial(step.initial, config), QUICK)()
     like = jax.eval_shape(partial(step.initial, config))
     state, position = saver.restore(like)
     batches.set_state(position)
@@ -176,8 +184,8 @@ def _loop(
     A step's metrics are read after the next step was started, so that the device never waits for the host; before an
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
-    train = jax.jit(step.make_step(config), donate_argnums=0)
-    score = jax.jit(partial(step.evaluate, config.inference))
+    train = _jit(step.make_step(config), BRISK, donate_argnums=0)
+    score = _jit(partial(step.evaluate, config.inference), BRISK)
     first, end = int(state.step), min(config.steps, until or config.steps)
     pending: tuple[int, Metrics] | None = None
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from train.config import Run
 from train.step import TrainState
 
-IDENTITY = ("model", "objective", "optim", "data", "steps", "seed")  # what a continued run must not change
+IDENTITY = ("model", "objective", "quantize", "optim", "data", "steps", "seed")  # what a continued run must not change
 FREE = ("source", "prefetch")  # of data: the documents are compared by their content when the position is restored
 
 
@@ -31,7 +32,9 @@ class Saver:
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,  # what a killed process left half-written
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        json_item = ocp.JsonCheckpointHandler
+        handlers = {"state": ocp.StandardCheckpointHandler(), "data": json_item(), "run": json_item()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint, None without one."""
@@ -54,7 +57,8 @@ class Saver:
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The newest checkpoint, with the shapes and dtypes of `like`, and its data position.
 
-        Raises ValueError if the run that wrote it had another model, data or optimiser; the message names each key.
+        Raises ValueError if the run that wrote it had another model, data or optimiser, or its arrays have other names,
+        shapes or dtypes than `like`; the message names each.
         """
         step = self.latest()
         saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
@@ -66,6 +70,10 @@ class Saver:
                 f"save_every, eval_*, sample_*, compute.* and {', '.join(f'data.{key}' for key in FREE)}"
             )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        # Before anything is read: Orbax converts dtypes without a word, and a read that fails leaves others running.
+        wrong = sorted(_differences("", _arrays(self._manager.item_metadata(step)["state"].tree), _arrays(like)))
+        if wrong:
+            raise ValueError(f"{self.folder}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=args)
         return restored["state"], restored["data"]
@@ -77,6 +85,13 @@ class Saver:
 
 def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _arrays(tree: Any) -> dict[str, str]:
+    """Shape and dtype of every leaf by its dotted name."""
+    name = lambda key: str(next(getattr(key, a) for a in ("key", "idx", "name") if hasattr(key, a)))  # noqa: E731
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {".".join(map(name, path)): f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}" for path, leaf in flat}
 
 
 def _differences(path: str, old: Any, new: Any) -> list[str]:
