@@ -7,7 +7,6 @@ function computed in exact arithmetic. `Objective` says which losses train it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -16,6 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dsflash_jax import modes
+from dsflash_jax.validation import check_literals as check_literals  # these three are for the files above, too
+from dsflash_jax.validation import hint as hint
+from dsflash_jax.validation import need as need
+from dsflash_jax.validation import validate
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Config:
     dspark_markov_rank: int = 256  # rank of the bigram head
     dspark_n_routed_experts: int = 0  # experts of a draft stage
     dspark_num_experts_per_tok: int = 0  # experts a draft token uses
-    dtype: str = "bfloat16"  # checkpoint dtype of unquantised weights
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # checkpoint dtype of unquantised weights
     bos_token_id: int = 0  # starts a document
     eos_token_id: int = 1  # ends a document
     pad_token_id: int = 2  # fills a row
@@ -151,8 +154,8 @@ class Config:
     def with_modes(self, text: str, **changes: Any) -> Config:
         """This configuration with the layers of a mode string, for example `S S F2 U U F1 U X U`, and other `changes`.
 
-        The draft stages keep their window-only entries. Engram, candidate and draft flags of the string replace the
-        present ones; when the number of Engram layers changes, `changes` must give `engram_num_embeddings`.
+        Engram, candidate and draft flags of the string replace the present ones; when the number of Engram layers
+        changes, `changes` must give `engram_num_embeddings`. The draft stages stay if a layer feeds them, else they go.
         """
         tables = changes.get("engram_num_embeddings", self.engram_num_embeddings)
         drafts = changes.get("num_nextn_predict_layers", self.num_nextn_predict_layers)
@@ -279,58 +282,9 @@ class Quantize:
     linear_fp8: bool = False  # the input of every linear map that a checkpoint stores in FP8 or FP4, like window KV
 
 
-def validate(c: Config) -> None:
-    """Refuse a configuration that no model can be built from; the message names the layer and the fix."""
-    check_literals(c)
-    for key in (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim q_lora_rank "
-        "o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window index_n_heads index_head_dim "
-        "index_topk hc_mult hc_sinkhorn_iters max_position_embeddings"
-    ).split():
-        need(getattr(c, key) >= 1, f"{key} must be at least 1, got {getattr(c, key)}")
-    for key in ("gate_temp", "rope_theta", "compress_rope_theta", "hc_eps"):
-        need(0 < getattr(c, key) < math.inf, f"{key} must be positive and finite, got {getattr(c, key)}")
-    for key in ("initializer_range", "swiglu_limit"):
-        need(0 <= getattr(c, key) < math.inf, f"{key} must be finite and not negative, got {getattr(c, key)}")
-    need(c.rms_norm_eps > 0, f"rms_norm_eps must be positive, got {c.rms_norm_eps}: an all-zero row would give NaN")
-    need(c.num_attention_heads % c.o_groups == 0,
-         f"o_groups={c.o_groups} does not divide num_attention_heads={c.num_attention_heads}")  # fmt: skip
-    for key in ("head_dim", "index_head_dim"):
-        need(
-            c.qk_rope_head_dim <= getattr(c, key),
-            f"qk_rope_head_dim={c.qk_rope_head_dim} exceeds {key}={getattr(c, key)}",
-        )
-    need(c.qk_rope_head_dim >= 2 and c.qk_rope_head_dim % 2 == 0,
-         f"qk_rope_head_dim must be even and positive (pairs are rotated), got {c.qk_rope_head_dim}")  # fmt: skip
-    need(c.num_experts_per_tok <= c.n_routed_experts,
-         f"num_experts_per_tok={c.num_experts_per_tok} exceeds n_routed_experts={c.n_routed_experts}")  # fmt: skip
-    need(c.n_shared_experts in (0, 1), f"n_shared_experts must be 0 or 1, got {c.n_shared_experts}")
-    need(c.rope_scaling.rope_type == "yarn", f"rope_scaling.rope_type must be 'yarn', got {c.rope_scaling.rope_type!r}")
-    need(c.rope_scaling.factor >= 1, f"rope_scaling.factor must be at least 1, got {c.rope_scaling.factor}")
-    need(len(c.engram_layer_ids) == len(c.engram_num_embeddings),
-         f"engram_num_embeddings lists {len(c.engram_num_embeddings)} tables for "
-         f"{len(c.engram_layer_ids)} engram_layer_ids={list(c.engram_layer_ids)}")  # fmt: skip
-    if c.engram_layer_ids:
-        need(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size must be at least 2, got {c.engram_max_ngram_size}")
-        need(c.engram_n_heads >= 1 and c.engram_head_dim >= 1, "engram_n_heads and engram_head_dim must be positive")
-    modes.check(c)
-
-
-def need(ok: bool, message: str) -> None:
-    """Raise ValueError(message) unless `ok`."""
-    if not ok:
-        raise ValueError(message)
-
-
 def unknown_key(key: str, known: Iterable[str], where: str) -> ValueError:
     """An error that names the nearest known key."""
     return ValueError(f"{where}: unknown key {key!r}{hint(key, known)}")
-
-
-def hint(word: str, known: Iterable[str]) -> str:
-    """The end of an error message that names the known word nearest to `word`; empty when none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _read_json(path: Path) -> Any:
@@ -374,11 +328,3 @@ def _is_a(value: Any, kind: Any) -> bool:
 def plain(record: Any) -> dict[str, Any]:
     """A record as JSON data (tuples as lists)."""
     return json.loads(json.dumps(dataclasses.asdict(record)))
-
-
-def check_literals(record: Any) -> None:
-    """Refuse a value outside a field's `Literal` choices."""
-    for name, kind in get_type_hints(type(record)).items():
-        choices, value = get_args(kind), getattr(record, name)
-        if choices and all(isinstance(c, str) for c in choices) and value not in choices:
-            raise ValueError(f"{name}={value!r} is not one of {list(choices)}{hint(str(value), choices)}")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
+from dsflash_jax import primes
 from dsflash_jax.config import Config
 from dsflash_jax.ops import Rounding, exact, linear
 from dsflash_jax.params import Init, Weight, Weights, norm, normal
@@ -28,56 +29,23 @@ HALF, HALF_MASK = 16, 0xFFFF  # the product of two half words fits a word
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Hash functions of all tables; every array int64. Raises ValueError for a table whose rows exceed int32."""
+    """Hash functions of all tables; every array int64."""
 
     primes: np.ndarray  # [tables, n-gram sizes, heads] rows of each hash head's table
     offsets: np.ndarray  # [tables, N] first row of each head inside the layer's table
     multipliers: np.ndarray  # [tables, longest n-gram] odd factors of the tokens, newest first
 
-    def __post_init__(self) -> None:
-        sizes = [int(n) for n in self.primes.sum(axis=(1, 2))]
-        if max(sizes, default=0) > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"row numbers are int32, but the tables have {sizes} rows: lower engram_vocab_size or engram_n_heads"
-            )
-
-
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
-
-
-def _primes(c: Config) -> np.ndarray:
-    used: set[int] = set()
-    out = []
-    for _ in c.engram_layer_ids:
-        for _ in range(c.engram_max_ngram_size - 1):  # the search restarts for every n-gram size, `used` does not
-            value = c.engram_vocab_size - 1
-            for _ in range(c.engram_n_heads):
-                value += 1
-                while value in used or not _is_prime(value):
-                    value += 1
-                used.add(value)
-                out.append(value)
-    shape = (len(c.engram_layer_ids), c.engram_max_ngram_size - 1, c.engram_n_heads)
-    return np.asarray(out, np.int64).reshape(shape)
-
 
 @functools.lru_cache(maxsize=8)
 def layout(c: Config) -> Layout:
-    """Primes, offsets and multipliers of a configuration. Raises if its row counts are not the sums of the primes."""
-    primes = _primes(c)
-    rows = tuple(int(n) for n in primes.sum(axis=(1, 2)))
-    if rows != c.engram_num_embeddings:
-        raise ValueError(
-            f"engram_num_embeddings={list(c.engram_num_embeddings)}, but the primes from engram_vocab_size="
-            f"{c.engram_vocab_size} with {c.engram_n_heads} heads and n-grams to {c.engram_max_ngram_size} "
-            f"sum to {list(rows)}"
-        )
-    flat = primes.reshape(len(rows), -1)
+    """Primes, offsets and multipliers of a configuration with n-gram memory."""
+    found = primes.tables(len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size)
+    sizes = np.asarray(found, np.int64)
+    flat = sizes.reshape(len(sizes), -1)
     bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
     draw = lambda layer: np.random.default_rng(SEED_STRIDE * layer).integers(0, bound, c.engram_max_ngram_size)  # noqa: E731
     multipliers = np.stack([2 * draw(i).astype(np.int64) + 1 for i in c.engram_layer_ids])
-    return Layout(primes, np.cumsum(flat, axis=1) - flat, multipliers)
+    return Layout(sizes, np.cumsum(flat, axis=1) - flat, multipliers)
 
 
 def rows(

@@ -129,7 +129,6 @@ def format_of(c: Config, path: str) -> Format:
 
     Without `quantization` the tables keep their rows in 8 bits and float32 weights theirs; the rest is `c.dtype`.
     """
-    need(c.dtype in PLAIN, f"dtype={c.dtype!r} is no storage of plain weights: expected one of {list(PLAIN)}")
     found: Format | None = first(FORMATS, path)
     quantised = found in ("FP8", "FP4")
     if found is None or (quantised and c.quantization is None):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from dsflash_jax import modes, overrides
+from dsflash_jax import modes, overrides, primes
 from dsflash_jax.config import Config
 from dsflash_jax.modes import LayerSpec, Mode, Node, Repeat
 
@@ -26,8 +26,9 @@ def config_of(string: str) -> Config:
     """The released configuration with these layers, so that every check of a real table applies to the string."""
     released: Config = overrides.find("released")
     tables = sum(spec.engram is not None for spec in modes.parse(string))
-    rows = released.engram_num_embeddings[:1] * tables  # any size: only the number of tables matters here
-    return released.with_modes(string, engram_num_embeddings=rows)
+    small = {"engram_max_ngram_size": 2, "engram_n_heads": 1, "engram_vocab_size": 2}  # only the number matters here
+    rows = tuple(primes.rows(table) for table in primes.tables(tables, longest=2, heads=1, start=2))
+    return released.with_modes(string, engram_num_embeddings=rows, **small)
 
 
 def label(spec: LayerSpec) -> str:

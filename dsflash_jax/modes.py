@@ -341,7 +341,7 @@ def text(layers: Sequence[LayerSpec]) -> str:
 
 def fields(layers: Sequence[LayerSpec], tables: tuple[int, ...], drafts: int) -> dict[str, Any]:
     """The configuration fields that make `table` return these layers, given the rows of the n-gram tables and the
-    number of draft stages.
+    number of draft stages. Without layers that use them there are neither tables nor stages.
     """
     ids = lambda keep: tuple(i for i, s in enumerate(layers) if keep(s))  # noqa: E731
     engram = ids(lambda s: s.engram is not None)
@@ -350,6 +350,8 @@ def fields(layers: Sequence[LayerSpec], tables: tuple[int, ...], drafts: int) ->
             f"the mode string puts n-gram memory at layers {list(engram)}, but engram_num_embeddings lists "
             f"{len(tables)} tables: set it, or change the e flags"
         )
+    taps = ids(lambda s: s.tap)
+    drafts = drafts if taps else 0
     return {
         "num_hidden_layers": len(layers),
         "compress_ratios": tuple(s.ratio for s in layers) + (0,) * drafts,
@@ -358,5 +360,6 @@ def fields(layers: Sequence[LayerSpec], tables: tuple[int, ...], drafts: int) ->
         "candidate_source_layer_id": next((i for i, s in enumerate(layers) if s.publishes), -1),
         "engram_layer_ids": engram,
         "engram_num_embeddings": tables if engram else (),
-        "dspark_target_layer_ids": ids(lambda s: s.tap),
+        "num_nextn_predict_layers": drafts,
+        "dspark_target_layer_ids": taps,
     }

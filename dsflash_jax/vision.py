@@ -25,12 +25,12 @@ from dsflash_jax.config import Compute, Config, VisionConfig
 from dsflash_jax.ops import contract, linear, rms_norm, swiglu
 from dsflash_jax.params import Weight, Weights, constant, map_weights, norm, normal
 from dsflash_jax.rope import Angles
+from dsflash_jax.validation import SMALLEST_SPAN
 
 CHANNELS = 3  # red, green, blue
 EPS = 1e-6  # of the tower's norms; the language model has its own
 GREY = 127  # border of an image whose shape is not its patch grid's
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3  # what a token is
-SMALLEST_SPAN = 4  # START, one IMAGE, its NEWLINE, END
 CUBIC = -0.5  # slope of the cubic kernel at distance 1
 CUBIC_REACH = 2.0  # its half width in pixels
 FIXED_POINT = 22  # fraction bits of a resampling coefficient
@@ -109,11 +109,9 @@ def target_size(height: int, width: int, c: Config) -> tuple[int, int]:
     p, cell = v.patch_size, v.patch_size * v.downsample_ratio
     if min(height, width) < 1:
         raise ValueError(f"an image has at least 1 x 1 pixels, got {height} x {width}")
-    if budget < SMALLEST_SPAN:
-        raise ValueError(f"max_image_tokens={budget} holds no image: the smallest span has {SMALLEST_SPAN} tokens")
     h, w = float(height), float(width)
     if v.max_wh_ratio is not None:
-        w = min(w, max(h * v.max_wh_ratio, 1.0))
+        w = min(w, h * v.max_wh_ratio)
     if h * w < v.min_pixels:
         scale = (v.min_pixels / (h * w)) ** 0.5
         h, w = (float(max(int(side * scale), 1)) for side in (h, w))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,121 @@ def test_with_modes_keeps_draft_stages_and_everything_else(golden: Path) -> None
 def test_with_modes_takes_tables_for_new_engram_layers(tiny: Config) -> None:
     with pytest.raises(ValueError, match=r"n-gram memory at layers \[0, 1\], but engram_num_embeddings lists 0 tables"):
         tiny.with_modes("Se F1e")
-    both = tiny.with_modes("Se F1e", engram_num_embeddings=(10, 12), engram_max_ngram_size=2,
-                           engram_n_heads=1, engram_head_dim=8)  # fmt: skip
-    assert (both.engram_layer_ids, both.engram_num_embeddings) == ((0, 1), (10, 12))
+    both = tiny.with_modes("Se F1e", engram_num_embeddings=(11, 13), engram_max_ngram_size=2, engram_n_heads=1,
+                           engram_head_dim=8, engram_vocab_size=10, engram_compressed_vocab_size=96)  # fmt: skip
+    assert (both.engram_layer_ids, both.engram_num_embeddings) == ((0, 1), (11, 13))
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"engram_num_embeddings": (5,)}])
 def test_with_modes_refuses_a_change_that_contradicts_the_string(tiny: Config, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.* contradicts modes='S F1'"):
         tiny.with_modes("S F1", **change)
+
+
+def changed(c: Config, path: str, value: Any) -> Config:
+    """`c` with one field replaced, dotted if it is inside another record."""
+    outer, _, inner = path.partition(".")
+    return dataclasses.replace(
+        c, **{outer: dataclasses.replace(getattr(c, outer), **{inner: value}) if inner else value}
+    )
+
+
+@pytest.fixture(scope="module")
+def full(golden: Path) -> Config:
+    """Everything on: images, n-gram memory, two draft stages, quantised storage."""
+    return Config.from_json(golden / "tiny_full" / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("rms_norm_eps", math.inf, "rms_norm_eps must be positive and finite, got inf"),
+        ("routed_scaling_factor", math.nan, "routed_scaling_factor must be finite and not negative, got nan"),
+        ("compress_rope_theta", 1.0, "compress_rope_theta must be above 1 and finite, got 1.0: YaRN divides"),
+        ("rope_scaling.beta_fast", 1, "rope_scaling.beta_fast=1 must exceed rope_scaling.beta_slow=1: faster"),
+        ("rope_scaling.beta_slow", 0, "rope_scaling.beta_slow must be positive and finite, got 0"),
+        ("rope_scaling.original_max_position_embeddings", 0,
+         "rope_scaling.original_max_position_embeddings must be at least 1, got 0"),
+        ("bos_token_id", 96, r"bos_token_id=96 is no token: vocab_size=96 has ids 0\.\.95"),
+        ("eos_token_id", -1, "eos_token_id=-1 is no token"),
+        ("pad_token_id", 96, "pad_token_id=96 is no token"),
+        ("image_token_id", 96, "image_token_id=96 is no token"),
+        ("dspark_noise_token_id", 96, "dspark_noise_token_id=96 is no token"),
+        ("engram_pad_token_id", 96, "engram_pad_token_id=96 is no token"),
+        ("engram_pad_token_id", 48, "engram_pad_token_id=48 has no class: engram_compressed_vocab_size=48 is too"),
+        ("engram_compressed_vocab_size", 0, "engram_compressed_vocab_size must be at least 1, got 0"),
+        ("engram_n_heads", 0, "engram_n_heads must be at least 1, got 0"),
+        ("engram_head_dim", 0, "engram_head_dim must be at least 1, got 0"),
+        ("engram_num_embeddings", (185,), r"engram_num_embeddings=\[185\], but the primes .* set .*=\[184\]"),
+        ("engram_num_embeddings", (), r"lists 0 tables for 1 engram_layer_ids=\[0\]: give one"),
+        ("engram_vocab_size", 2**30, "row numbers are int32, but engram_vocab_size=1073741824 .* lower one of them"),
+        ("engram_n_heads", 10**9, "row numbers are int32, but .*engram_n_heads=1000000000"),
+        ("num_nextn_predict_layers", -1, "num_nextn_predict_layers must be at least 0, got -1"),
+        ("dspark_block_size", 0, "dspark_block_size must be at least 1, got 0, which 2 draft stages need"),
+        ("dspark_markov_rank", 0, "dspark_markov_rank must be at least 1, got 0"),
+        ("dspark_n_routed_experts", 0, "dspark_n_routed_experts must be at least 1, got 0"),
+        ("dspark_num_experts_per_tok", 0, "dspark_num_experts_per_tok must be at least 1, got 0"),
+        ("dspark_num_experts_per_tok", 5, "dspark_num_experts_per_tok=5 exceeds dspark_n_routed_experts=4"),
+        ("dspark_target_layer_ids", (), r"dspark_target_layer_ids=\[\] gives 2 draft stages nothing to read"),
+        ("dspark_target_layer_ids", (5, 3), r"dspark_target_layer_ids=\[5, 3\] must be ascending without repeats"),
+        ("dspark_target_layer_ids", (3, 6), "dspark_target_layer_ids names layer 6"),
+        ("vision.model_type", "siglip", "vision.model_type must be 'deepseek_v41_vision', got 'siglip'"),
+        ("vision.num_attention_heads", 3, "vision.num_attention_heads=3 does not divide vision.hidden_size=32"),
+        ("vision.num_attention_heads", 16, "vision.num_attention_heads=16 gives heads of 2 channels: .*multiple of 4"),
+        ("vision.num_attention_heads", 0, "vision.num_attention_heads must be at least 1, got 0"),
+        ("vision.num_hidden_layers", 0, "vision.num_hidden_layers must be at least 1, got 0"),
+        ("vision.hidden_size", 0, "vision.hidden_size must be at least 1, got 0"),
+        ("vision.intermediate_size", 0, "vision.intermediate_size must be at least 1, got 0"),
+        ("vision.patch_size", 0, "vision.patch_size must be at least 1, got 0"),
+        ("vision.downsample_ratio", 0, "vision.downsample_ratio must be at least 1, got 0"),
+        ("vision.min_pixels", 0, "vision.min_pixels must be at least 1, got 0"),
+        ("vision.rope_theta", 0.0, "vision.rope_theta must be positive and finite, got 0.0"),
+        ("vision.max_image_tokens", 3, "vision.max_image_tokens=3 holds no image: the smallest span has 4"),
+        ("vision.max_wh_ratio", 0.5, "vision.max_wh_ratio must be at least 1 and finite, got 0.5; None is no limit"),
+        ("quantization.quant_method", "awq", "quantization.quant_method must be 'fp8', got 'awq': no other storage"),
+        ("quantization.activation_scheme", "static", "quantization.activation_scheme must be 'dynamic', got 'static'"),
+        ("quantization.scale_fmt", "float32", "quantization.scale_fmt must be 'ue8m0', got 'float32'"),
+        ("quantization.expert_dtype", "fp6", r"expert_dtype='fp6' is not one of \['fp4', 'fp8'\]"),
+        ("quantization.weight_block_size", (32,), r"weight_block_size must be two positive numbers.* got \[32\]"),
+        ("quantization.weight_block_size", (32, 0), r"weight_block_size must be two positive numbers.* got \[32, 0\]"),
+    ],
+)  # fmt: skip
+def test_a_configuration_without_a_model_is_refused_by_field_and_value(
+    full: Config, path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(full, path, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("rope_scaling.factor", 1),
+        ("swiglu_limit", 0.0),
+        ("vision.num_attention_heads", 8),
+        ("vision.max_wh_ratio", 1.0),
+        ("vision.max_image_tokens", 4),
+        ("vision.min_pixels", 1),
+        ("dspark_num_experts_per_tok", 4),
+        ("quantization.expert_dtype", "fp8"),
+        ("quantization.weight_block_size", (128, 128)),
+        ("image_token_id", 95),
+        ("vision", None),
+        ("quantization", None),
+    ],
+)
+def test_values_at_the_edge_of_what_is_legal_are_taken(full: Config, path: str, value: Any) -> None:
+    changed(full, path, value)
+
+
+def test_fields_of_parts_that_a_model_lacks_are_not_checked(tiny: Config) -> None:
+    unused = {"image_token_id": 10**6, "engram_pad_token_id": 10**6, "dspark_noise_token_id": 10**6,
+              "engram_compressed_vocab_size": 0, "dspark_block_size": 0}  # fmt: skip
+    assert dataclasses.replace(tiny, **unused).vocab_size == 96
+
+
+def test_with_modes_leaves_draft_stages_out_that_no_layer_feeds(full: Config) -> None:
+    other = full.with_modes("Se F2")
+    assert (other.num_nextn_predict_layers, other.compress_ratios) == (0, (0, 2))
+    with pytest.raises(ValueError, match="num_nextn_predict_layers=1 contradicts modes='S F2'"):
+        full.with_modes("S F2", num_nextn_predict_layers=1)

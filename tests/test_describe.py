@@ -96,4 +96,4 @@ def test_what_cannot_be_described_is_wrong_use(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as leaving:
         main(["describe", "released", "dspark_n_routed_experts=0"])
     assert leaving.value.code == 2
-    assert "3 draft stages need experts" in capsys.readouterr().err
+    assert "dspark_n_routed_experts must be at least 1, got 0" in capsys.readouterr().err

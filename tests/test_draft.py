@@ -175,9 +175,3 @@ def test_taps_are_made_only_when_asked_for(tapped: tuple[Config, Any, Batch]) ->
     c, w, batch = tapped
     _, out = jax.eval_shape(partial(model.forward, Setup(c, F32)), w, batch)
     assert out.taps is None
-
-
-@pytest.mark.parametrize("change", [{"dspark_target_layer_ids": ()}, {"dspark_block_size": 0}])
-def test_a_draft_head_without_input_or_tokens_is_refused(full: tuple[Config, Any], change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="2 draft stages need layers to read and tokens to draft, got"):
-        draft.declare(replace(full[0], **change))

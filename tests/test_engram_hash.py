@@ -215,9 +215,3 @@ def test_device_rows_vmap(released: engram.Layout) -> None:
     parts = [jnp.asarray(a.reshape(2, 2, 12)) for a in (x.compressed.astype(np.int32), x.positions, x.image)]
     want = engram.rows(x.compressed, x.positions, released, PAD, x.image)
     np.testing.assert_array_equal(np.asarray(run(*parts)).reshape(want.shape), want)
-
-
-def test_a_table_beyond_int32_is_refused() -> None:
-    primes = np.asarray([[[2147483647, 3]]], np.int64)
-    with pytest.raises(ValueError, match="row numbers are int32, but the tables have .2147483650. rows"):
-        engram.Layout(primes, np.asarray([[0, 2147483647]], np.int64), np.ones((1, 2), np.int64))

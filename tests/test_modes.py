@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.released import config as released
-from dsflash_jax import modes
+from dsflash_jax import modes, primes
 from dsflash_jax.config import Config
 from dsflash_jax.layer_sheet import bodies, plan_text
 from dsflash_jax.modes import LayerSpec, Mode, Node, flatten, parse, places, plan, text
 
 TINY = Config.from_json(Path(__file__).parent / "golden" / "tiny_text" / "config.json")
+PRIMES = tuple(primes.rows(table) for table in primes.tables(80, 2, 1, 2))  # a table of one hash head each
 Read = tuple[int | None, int | None, int | None]  # layer whose KV, selection and candidates a layer uses
 
 
@@ -108,9 +109,9 @@ def test_a_plan_never_writes_a_layer_out_twice_in_a_row(table: tuple[LayerSpec, 
 @given(tables())
 def test_mode_string_and_config_fields_give_the_table_back(table: tuple[LayerSpec, ...]) -> None:
     assert parse(text(table)) == table
-    rows = tuple(range(10, 10 + sum(s.engram is not None for s in table)))
-    config = TINY.with_modes(text(table), engram_num_embeddings=rows, engram_max_ngram_size=2,
-                             engram_n_heads=1, engram_head_dim=8)  # fmt: skip
+    rows = PRIMES[: sum(s.engram is not None for s in table)]
+    config = TINY.with_modes(text(table), engram_num_embeddings=rows, engram_max_ngram_size=2, engram_n_heads=1,
+                             engram_head_dim=8, engram_vocab_size=2, engram_compressed_vocab_size=96)  # fmt: skip
     assert config.table == table
     assert ids(config.table) == ids(table)
     assert config.modes == text(table)
@@ -216,8 +217,7 @@ def test_bad_strings_are_refused_with_the_item(string: str, message: str) -> Non
         ({"index_source_layer_ids": (2, 5, 5, 6)}, "index_source_layer_ids=.* without repeats"),
         ({"kv_source_layer_ids": (2, 8)}, "kv_source_layer_ids names layer 8, but the layers are 0..7"),
         ({"index_source_layer_ids": (-1, 2, 5)}, "index_source_layer_ids names layer -1"),
-        ({"engram_layer_ids": (9,), "engram_num_embeddings": (4,), "engram_max_ngram_size": 2, "engram_n_heads": 1,
-          "engram_head_dim": 8}, "engram_layer_ids names layer 9"),
+        ({"engram_layer_ids": (9,)}, "engram_layer_ids names layer 9"),
         ({"dspark_target_layer_ids": (8,)}, "dspark_target_layer_ids names layer 8"),
         ({"kv_source_layer_ids": (1, 2, 5)}, "layer 1 is in kv_source_layer_ids but window-only"),
         ({"index_source_layer_ids": (5, 6)}, "layer 2 makes KV but selects nothing: add 2 to index_source_layer_ids"),

@@ -105,8 +105,9 @@ def test_keys_that_belong_together_are_checked_once(run: Run, order: int) -> Non
 def test_modes_are_an_override_of_a_config(run: Run) -> None:
     assert override(run, ["model.modes=S F2 2U F1 X U"]).model.modes == "S F2 U U F1 X U"
     assert override(run.model, ["modes='S F1'", "index_topk=2"]).index_topk == 2
-    tables = ["model.modes=Se F1", "model.engram_num_embeddings=9", "model.engram_max_ngram_size=2",
-              "model.engram_n_heads=1", "model.engram_head_dim=8"]  # fmt: skip
+    tables = ["model.modes=Se F1", "model.engram_num_embeddings=11", "model.engram_max_ngram_size=2",
+              "model.engram_n_heads=1", "model.engram_head_dim=8", "model.engram_vocab_size=9",
+              "model.engram_compressed_vocab_size=96"]  # fmt: skip
     assert override(run, tables).model.engram_layer_ids == (0,)
 
 
