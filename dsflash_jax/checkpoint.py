@@ -20,7 +20,10 @@ from dsflash_jax.config import Config
 from dsflash_jax.params import Weight, Weights, leaves
 
 SCALE_GROUP = quant.Q4X32.group  # columns that share one scale of an n-gram row or an FP4 weight
+TILE = (quant.TILE, quant.TILE)  # rows and columns that share a scale of an FP8 weight, unless `quantization` says else
 DRAFT = "mtp/"  # path of the draft stages
+PLAIN = ("float32", "bfloat16", "float16")  # dtypes of tensors that are not stored in bytes; float32 holds them exactly
+BYTES = ("uint8", "int8", "float8_e4m3fn")  # dtypes of those that are
 
 
 @dataclass(frozen=True)
@@ -110,24 +113,30 @@ def _entries(published: str, path: str, index: tuple[int, ...], weight: Weight) 
 def adopt(c: Config, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Our tree, float32, from published tensors, quantised storage decoded (see `decode`).
 
-    The tree has the draft stages as "mtp" when the configuration has any; training takes that entry out. A missing,
-    superfluous, misshapen or undecodable tensor raises ValueError and is named.
+    The tree has the draft stages as "mtp" when the configuration has any; training takes that entry out. Plain tensors
+    may be float32, bfloat16 or float16, whatever the published dtype. A missing, superfluous, misshapen or undecodable
+    tensor and one of another dtype raise ValueError and are named.
     """
     declared = declare(c)
     made = {path: np.empty(w.full_shape, np.float32) for path, w in leaves(declared).items()}
+    tile = TILE if c.quantization is None else c.quantization.weight_block_size
     unread = set(tensors)
     for entry in entries(c):
         if entry.name not in tensors:
             raise ValueError(f"checkpoint lacks {entry.name}, shape {entry.shape}")
         array = np.asarray(tensors[entry.name])
         unread.discard(entry.name)
-        if array.dtype.itemsize == 1:
+        if array.dtype.name in BYTES:
             if entry.scale not in tensors:
                 raise ValueError(
                     f"{entry.name} is stored in bytes, {array.dtype}, but its scale {entry.scale} is missing"
                 )
-            array = decode(entry, array, np.asarray(tensors[entry.scale]))
+            array = decode(entry, array, np.asarray(tensors[entry.scale]), tile)
             unread.discard(entry.scale)
+        elif array.dtype.name not in PLAIN:
+            raise ValueError(
+                f"{entry.name}: expected a dtype of {list(PLAIN)}, or bytes with a scale, got {array.dtype}: convert it"
+            )
         made[entry.path][entry.index] = entry.adopt(array)
     if unread:
         raise ValueError(
@@ -147,11 +156,11 @@ def publish(c: Config, tree: Weights) -> dict[str, np.ndarray]:
     return {e.name: e.publish(flat[e.path][e.index]) for e in listed}
 
 
-def decode(entry: Entry, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def decode(entry: Entry, codes: np.ndarray, scale: np.ndarray, tile: tuple[int, ...] = TILE) -> np.ndarray:
     """Float32 values of a tensor stored in bytes. Its shape and its scale's say how a value of [O, I] is stored:
 
         codes           scale                       format
-        [O, I]          [ceil(O/32), ceil(I/32)]    E4M3, a scale for each tile, the last ones partial
+        [O, I]          [ceil(O/32), ceil(I/32)]    E4M3, a scale for each `tile`, (32, 32) here, the last ones partial
         [O, I]          [O, ceil(I/32)]             E4M3, a scale for each 32 columns of a row: n-gram tables
         [O, ceil(I/2)]  [O, ceil(I/32)]             E2M1, two codes a byte, low half first; a scale as above
 
@@ -161,11 +170,11 @@ def decode(entry: Entry, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     scale = quant.check_e8m0(scale, entry.scale)
     rows, columns = entry.shape if len(entry.shape) == 2 else (0, 0)
     groups, packed = -(-columns // SCALE_GROUP), -(-columns // quant.Q4X32.per_byte)
-    tiles = (-(-rows // quant.TILE), groups)
+    tiles = (-(-rows // tile[0]), -(-columns // tile[1]))
     if codes.shape == (rows, columns) and scale.shape == tiles:
-        return np.asarray(quant.decode_fp8_weight(codes, scale, jnp.float32))
+        return _decode_tiles(codes, scale, *tile)
     if codes.shape == (rows, columns) and scale.shape == (rows, groups):
-        return decode_rows(codes, scale)
+        return _decode_tiles(codes, scale, 1, SCALE_GROUP)
     if codes.shape == (rows, packed) and scale.shape == (rows, groups):
         whole = np.pad(codes, ((0, 0), (0, groups * SCALE_GROUP // quant.Q4X32.per_byte - packed)))
         return np.asarray(quant.decode_fp4_weight(whole, scale, jnp.float32))[:, :columns]
@@ -176,7 +185,7 @@ def decode(entry: Entry, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     )
 
 
-def decode_rows(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """E4M3 rows with one E8M0 scale a group of 32 columns, to float32."""
-    factor = np.repeat(scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), SCALE_GROUP, axis=1)
-    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * factor[:, : codes.shape[1]]
+def _decode_tiles(codes: np.ndarray, scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """E4M3 values with one E8M0 scale for each tile of `rows` x `columns`, to float32."""
+    factor = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32).repeat(rows, axis=0).repeat(columns, axis=1)
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * factor[: codes.shape[0], : codes.shape[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -119,4 +120,22 @@ def test_a_misshapen_tensor_is_named(tree, tensors):
     name = "layers.2.attn.compressor.wkv.weight"
     tensors[name] = tensors[name].T  # [in, out] where [out, in] belongs
     with pytest.raises(ValueError, match=r"layers\.2\.attn\.compressor\.wkv\.weight: expected shape \(8, 16\)"):
+        checkpoint.adopt(tree[0], tensors)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float32_weights_may_come_in_half_precision(tree, tensors, dtype):
+    name = "layers.1.hc_attn_fn"
+    tensors[name] = tensors[name].astype(jnp.dtype(dtype))
+    got = checkpoint.adopt(tree[0], tensors)["layers"]["layer1"]["hc_attn_fn"]
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got.T.reshape(tensors[name].shape), tensors[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bool", "uint16", "complex64"])
+def test_a_tensor_of_another_dtype_is_named(tree, tensors, dtype):
+    name = "layers.3.attn.wq_a.weight"
+    tensors[name] = tensors[name].astype(dtype)
+    message = rf"layers\.3\.attn\.wq_a\.weight: expected a dtype of \['float32', .* got {dtype}: convert it"
+    with pytest.raises(ValueError, match=message):
         checkpoint.adopt(tree[0], tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_partial_tiles_use_their_own_scale() -> None:
     got = checkpoint.decode(entry(33, 70), np.full((33, 70), ONE, np.uint8), scale)
     assert got.shape == (33, 70)
     assert [got[i, j] for i in (31, 32) for j in (31, 32, 64)] == [1, 2, 4, 8, 16, 32]
+
+
+def test_tiles_are_of_the_block_size_of_the_configuration(full: Any) -> None:
+    c = full[0]
+    name = "layers.0.attn.wq_a"  # [32, 64]
+    codes = np.full((32, 64), ONE, np.uint8)
+    wide = replace(c, quantization=replace(c.quantization, weight_block_size=(16, 48)))
+    others = {key: np.ones(e.shape, np.float32) for e in checkpoint.entries(c) for key in [e.name]}
+    scale = np.asarray([[127, 128], [129, 130]], np.uint8)
+    got = checkpoint.adopt(wide, others | {name + ".weight": codes, name + ".scale": scale})
+    values = got["layers"]["layer0"]["attn"]["wq_a"].T
+    assert [values[i, j] for i in (15, 16) for j in (47, 48)] == [1, 2, 4, 8]
+    with pytest.raises(ValueError, match=r"wq_a\.weight: bytes \(32, 64\) with scales \(2, 2\) store no values"):
+        checkpoint.adopt(c, others | {name + ".weight": codes, name + ".scale": scale})
 
 
 def test_codes_may_carry_the_float_dtypes_of_a_file() -> None:
