@@ -40,8 +40,11 @@ def with_modes(text: str, **changes: Any) -> Config:
     return dataclasses.replace(T, **ENGRAM).with_modes(text, engram_num_embeddings=TABLES[text.count("e")], **changes)
 
 
-def weights(c: Config, seed: int = 0) -> dict[str, Any]:
-    """Random weights that keep activations near size 1 and leave no part inert: no zero bias, unit norm or gate."""
+def weights(c: Config, seed: int = 0, declare: Any = model.declare) -> dict[str, Any]:
+    """Random weights that keep activations near size 1 and leave no part inert: no zero bias, unit norm or gate.
+
+    `declare` lists them; `checkpoint.declare` has the draft stages, too.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(w: Weight) -> jax.Array:
@@ -52,7 +55,7 @@ def weights(c: Config, seed: int = 0) -> dict[str, Any]:
             normal = 0.2 * normal + (w.family == "norm")
         return jnp.asarray(normal, jnp.float32)
 
-    return map_weights(draw, model.declare(c))
+    return map_weights(draw, declare(c))
 
 
 def batch(c: Config, tokens: Any, lengths: list[list[int]] | None = None) -> Batch:
