@@ -125,6 +125,24 @@ def test_pixels_reach_the_span_and_what_follows_in_their_row(c: Config, w: dict[
     assert second == set()
 
 
+def test_groups_are_counted_from_the_document_not_from_the_image(c: Config) -> None:
+    """A group of two tokens starts at an even position, whatever the length of the prompt before the image."""
+    layer = c.with_modes("F2")
+    prompts = range(4)
+
+    def latents(seed: int) -> np.ndarray:
+        (patches,) = pictures(c, seed).patches[0]
+        images = vision.collate([[(p, patches, GRID)] for p in prompts], c, T, slots=1, patches=len(patches))
+        tokens = jnp.full((len(prompts), T), 3, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
+        batch = Batch(tokens, jnp.ones_like(tokens), positions, images=jax.tree.map(jnp.asarray, images))
+        return np.asarray(run(layer, fill(layer), batch)[1][0]["latent"])  # [prompts, slots, Dh]
+
+    moved = (latents(0) != latents(1)).any(axis=-1)
+    pixels = [(p + 1, p + 2) for p in prompts]  # START comes before the two cells, NEWLINE and END behind
+    assert [set(np.flatnonzero(row)) for row in moved] == [{at // 2 for at in both} for both in pixels]
+
+
 @pytest.mark.parametrize(("name", "at"), [("image_newline", NEWLINE), ("image_end", END)])
 def test_attention_inside_a_span_is_causal(c: Config, w: dict[str, Any], seen: Any, name: str, at: int) -> None:
     y, _ = run(c, w | {name: w[name] + 1}, batch_of(c, pictures(c, 0)))
