@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from dsflash_jax import modes
 from dsflash_jax.validation import check_literals as check_literals  # these three are for the files above, too
 from dsflash_jax.validation import hint as hint
+from dsflash_jax.validation import is_a, validate
 from dsflash_jax.validation import need as need
-from dsflash_jax.validation import validate
 
 
 @dataclass(frozen=True)
@@ -307,22 +307,8 @@ def build(cls: type, data: Any, where: str) -> Any:
         raise ValueError(f"{where}: missing {', '.join(missing)}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     for key, value in values.items():
-        need(_is_a(value, kinds[key]), f"{where}: {key} must be {known[key].type}, got {value!r}")
+        need(is_a(value, kinds[key]), f"{where}: {key} must be {known[key].type}, got {value!r}")
     return cls(**values)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether `value` is of a field's type; an int counts as a float, true and false as no number."""
-    args = get_args(kind)
-    if kind is float:
-        return type(value) in (int, float)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_a(v, args[0]) for v in value)
-    if get_origin(kind) is Literal:
-        return isinstance(value, str)  # which of the choices it is, `check_literals` says
-    if args:  # a union
-        return any(_is_a(value, a) for a in args)
-    return type(value) is kind
 
 
 def plain(record: Any) -> dict[str, Any]:

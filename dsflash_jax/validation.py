@@ -6,10 +6,11 @@ architecture section 1.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from dsflash_jax import modes, primes
 
@@ -33,6 +34,27 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def check_types(record: Any, prefix: str = "") -> None:
+    """Refuse a value of another type than its field's: a file written in Python checks none."""
+    for field in dataclasses.fields(record):
+        value, kind = getattr(record, field.name), get_type_hints(type(record))[field.name]
+        need(is_a(value, kind), f"{prefix}{field.name} must be {field.type}, got {value!r}")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether `value` is of a field's type; an int counts as a float, true and false as no number."""
+    args = get_args(kind)
+    if kind is float:
+        return type(value) in (int, float)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(is_a(v, args[0]) for v in value)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str)  # which of the choices it is, `check_literals` says
+    if args:  # a union
+        return any(is_a(value, a) for a in args)
+    return type(value) is kind
+
+
 def check_literals(record: Any) -> None:
     """Refuse a value outside a field's `Literal` choices."""
     for name, kind in get_type_hints(type(record)).items():
@@ -43,6 +65,10 @@ def check_literals(record: Any) -> None:
 
 def validate(c: Config) -> None:
     """Refuse a configuration that no model can be built from."""
+    check_types(c)
+    for key in ("rope_scaling", "vision", "quantization"):
+        if getattr(c, key) is not None:
+            check_types(getattr(c, key), f"{key}.")
     check_literals(c)
     _at_least(1, c, "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim "
               "q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window index_n_heads "

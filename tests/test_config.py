@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsflash_jax.config import Compute, Config, Objective
+from dsflash_jax.validation import validate
 
 TINY = ("tiny_text", "tiny_engram", "tiny_full", "tiny_grads")
 
@@ -291,3 +292,22 @@ def test_with_modes_leaves_draft_stages_out_that_no_layer_feeds(full: Config) ->
     assert (other.num_nextn_predict_layers, other.compress_ratios) == (0, (0, 2))
     with pytest.raises(ValueError, match="num_nextn_predict_layers=1 contradicts modes='S F2'"):
         full.with_modes("S F2", num_nextn_predict_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("hidden_size", 64.0, "hidden_size must be int, got 64.0"),
+        ("compress_ratios", [0, 2], r"compress_ratios must be tuple\[int, ...\], got \[0, 2\]"),
+        ("norm_topk_prob", 1, "norm_topk_prob must be bool, got 1"),
+        ("vision.patch_size", "4", "vision.patch_size must be int, got '4'"),
+        ("rope_scaling.factor", None, "rope_scaling.factor must be float, got None"),
+        ("vision", {}, r"vision must be VisionConfig \| None, got \{\}"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(full: Config, path: str, value: Any, message: str) -> None:
+    record, (*parents, leaf) = copy.deepcopy(full), path.split(".")
+    inner = getattr(record, parents[0]) if parents else record
+    object.__setattr__(inner, leaf, value)  # the type checker of the tests would stop it in __init__
+    with pytest.raises(ValueError, match=message):
+        validate(record)
