@@ -52,11 +52,11 @@ class Vectors:
 
     def bits(self, name: str, got: Any) -> Line:
         """Equal to the bit."""
-        return bits_line(self.trace, name, got, self.recorded(name))
+        return bits_line(self.trace, name, np.asarray(got), self.recorded(name))
 
     def near(self, name: str, got: Any, tolerance: float | np.ndarray) -> Line:
         """Within an absolute tolerance."""
-        return value_line(self.trace, name, got, self.recorded(name), tolerance)
+        return value_line(self.trace, name, np.asarray(got), self.recorded(name), tolerance)
 
 
 @cache
@@ -189,7 +189,7 @@ def candidates(v: Vectors) -> Iterator[Line]:
         yield v.bits(f"{case}_mask", block_mask(np.asarray(blocks), block, slots))
         if f"{case}_topk6" in v.arrays:
             want = np.where(v.arrays[f"{case}_topk6_kept_valid"], v.arrays[f"{case}_topk6"], -1)
-            yield selection_line(v.trace, f"{case}_topk6", select(candidates=blocks)[0], want)
+            yield selection_line(v.trace, f"{case}_topk6", np.asarray(select(candidates=blocks)[0]), want)
 
 
 def rotary(v: Vectors) -> Iterator[Line]:

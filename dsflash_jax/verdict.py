@@ -58,18 +58,15 @@ def value_line(
 
 def bits_line(trace: str, name: str, got: np.ndarray, want: np.ndarray) -> Line:
     """Compare to the bit: -0 is not 0, one NaN is any other. Floats must have the recorded dtype, integers the value."""
-    got = np.asarray(got)
-    if got.shape != want.shape or got.dtype.kind != want.dtype.kind and "f" in (got.dtype.kind, want.dtype.kind):
+    floats = "f" in (got.dtype.kind, want.dtype.kind)
+    if got.shape != want.shape or (floats and got.dtype != want.dtype):
         return Line(trace, name, "bits", float("inf"), 0.0, False)
-    if want.dtype.kind == "f":
-        if got.dtype != want.dtype:
-            return Line(trace, name, "bits", float("inf"), 0.0, False)
+    equal = got == want
+    if floats:
         bits = f"u{want.itemsize}"
         equal = (got.view(bits) == want.view(bits)) | (np.isnan(got) & np.isnan(want))
-    else:
-        equal = got == want
-    differ = int(np.size(equal) - np.count_nonzero(equal))
-    return Line(trace, name, "bits", float(differ), 1 - differ / max(np.size(equal), 1), differ == 0)
+    differ = int(equal.size - np.count_nonzero(equal))
+    return Line(trace, name, "bits", float(differ), 1 - differ / max(equal.size, 1), differ == 0)
 
 
 def block_mask(blocks: np.ndarray, size: int, slots: int) -> np.ndarray:
