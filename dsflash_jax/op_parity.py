@@ -108,25 +108,22 @@ def byte_tables(v: Vectors) -> Iterator[Line]:
 def quant_linear(v: Vectors) -> Iterator[Line]:
     """Checkpoint weights both ways, a linear's rounded input, and its output."""
 
-    def run(w: Array, x: Array) -> dict[str, Array]:
-        w8, w4, rounded = quant.encode_fp8_weight(w), quant.encode_fp4_weight(w), quant.encode(x, quant.Q8)
-        return {
-            "w8_bits": w8.codes, "w8_scale_bits": w8.scales, "w4_packed": w4.codes, "w4_scale_bits": w4.scales,
-            "x_q_bits": rounded.codes, "x_scale_bits": rounded.scales,
-            "w8_dequant": quant.decode_fp8_weight(v["w8_bits"], v["w8_scale_bits"], jnp.float32),
-            "w4_dequant": quant.decode_fp4_weight(v["w4_packed"], v["w4_scale_bits"], jnp.float32),
-        }  # fmt: skip
-
-    for how, function in both_ways(run):
-        for array, got in function(v["w"], v["x"]).items():
-            yield v.bits(f"{array}, {how}", got)
+    for codes, scales, packed in (
+        ("w8_bits", "w8_scale_bits", quant.encode_fp8_weight(v["w"])),
+        ("w4_packed", "w4_scale_bits", quant.encode_fp4_weight(v["w"])),
+        ("x_q_bits", "x_scale_bits", quant.encode(v["x"], quant.Q8)),
+    ):
+        yield v.bits(codes, packed.codes)
+        yield v.bits(scales, packed.scales)
+    yield v.bits("w8_dequant", quant.decode_fp8_weight(v["w8_bits"], v["w8_scale_bits"], jnp.float32))
+    yield v.bits("w4_dequant", quant.decode_fp4_weight(v["w4_packed"], v["w4_scale_bits"], jnp.float32))
     for bits in "84":
         yield v.near(f"y{bits}", quant.linear_q8(v["x"], v[f"w{bits}_dequant"].T), SHORT_SUM)
 
 
 def sinkhorn(v: Vectors) -> Iterator[Line]:
     """Coefficients after 1, 2 and 20 normalisations of four copies, and of two copies."""
-    cases = [("{}_%d" % n, "mixes", 4, n) for n in (1, 2, 20)] + [("hc2_{}", "hc2_mixes", 2, 20)]
+    cases = [("{}_" + str(n), "mixes", 4, n) for n in (1, 2, 20)] + [("hc2_{}", "hc2_mixes", 2, 20)]
     for names, mixes, copies, iters in cases:
         c, z = replace(released(), hc_mult=copies, hc_sinkhorn_iters=iters), v[mixes][None]
         got = hyper.coefficients(z, v["scale"], v["base"][: z.shape[-1]], c)
@@ -137,7 +134,7 @@ def sinkhorn(v: Vectors) -> Iterator[Line]:
 def mhc_boundary(v: Vectors) -> Iterator[Line]:
     """What surrounds a sublayer: coefficients, collapse, and the write back with the recorded coefficients."""
     w = {"hc_attn_fn": v["hc_fn"].T, "hc_attn_scale": v["scale"], "hc_attn_base": v["base"]}
-    got = hyper.mix(w, "attn", v["x"], released())
+    got = jax.jit(lambda w, x: hyper.mix(w, "attn", x, released()))(w, v["x"])
     for part in ("pre", "post", "comb"):
         yield v.near(part, getattr(got, part), COEFFICIENT)
     yield v.near("collapsed", hyper.collapse(v["x"], v["pre_mix"]), SHORT_SUM)
@@ -165,6 +162,7 @@ def compressed(v: Vectors) -> Iterator[Line]:
         yield v.bits(f"emitted_after{start}, in one pass", visible[start:] > visible[start - 1 : -1])
 
 
+@partial(jax.jit, static_argnames="ratio")
 def compress(w: dict[str, Array], x: Array, at: compressor.Slots, ratio: int) -> Array:
     """`compressor.compress` with the epsilon of the vectors, which is the released one."""
     return compressor.compress(w, x, at, ratio, released().rms_norm_eps)
@@ -184,12 +182,19 @@ def candidates(v: Vectors) -> Iterator[Line]:
         eye = jnp.broadcast_to(jnp.eye(length, dtype=jnp.float32), (batch, length, length))
         weights = jnp.broadcast_to(jnp.asarray([1.0, -1.0], jnp.float32), (batch, length, 2))
         arrays = (jnp.stack([eye, -eye], axis=2), weights, jnp.asarray(scores, jnp.float32).swapaxes(1, 2))
-        select = partial(indexer.select, *arrays, base, visible, k=PICKS, chunk=8, key_chunk=16, block=block)
-        _, blocks = select(publish=count)
+        blocks, topk = choose(*arrays, base, visible, block, count)
         yield v.bits(f"{case}_mask", block_mask(np.asarray(blocks), block, slots))
         if f"{case}_topk6" in v.arrays:
             want = np.where(v.arrays[f"{case}_topk6_kept_valid"], v.arrays[f"{case}_topk6"], -1)
-            yield selection_line(v.trace, f"{case}_topk6", np.asarray(select(candidates=blocks)[0]), want)
+            yield selection_line(v.trace, f"{case}_topk6", np.asarray(topk), want)
+
+
+@partial(jax.jit, static_argnames=("block", "count"))
+def choose(q: Array, w: Array, keys: Array, base: Array, visible: Array, block: int, count: int) -> tuple[Any, Array]:
+    """The candidate blocks that a layer publishes, and the selection of a layer with the same scores inside them."""
+    select = partial(indexer.select, q, w, keys, base, visible, k=PICKS, chunk=8, key_chunk=16, block=block)
+    _, blocks = select(publish=count)
+    return blocks, select(candidates=blocks)[0]
 
 
 def rotary(v: Vectors) -> Iterator[Line]:
@@ -266,12 +271,14 @@ def sparse_attention(v: Vectors) -> Iterator[Line]:
 
 def window_indices(v: Vectors) -> Iterator[Line]:
     """Tokens that each query's window holds. A decode row's ring slots stand for the newest tokens stored there."""
-    for case in (name.removesuffix("_params") for name in v.arrays if name.endswith("_params")):
-        window, length, start = (int(n) for n in v.arrays[f"{case}_params"])
+    cases = [(name.removesuffix("_params"), params) for name, params in v.arrays.items() if name.endswith("_params")]
+    longest = max(int(params[1:].sum()) for _, params in cases)
+    seen = {int(params[0]): windowed(int(params[0]), longest) for _, params in cases}
+    for case, (window, length, start) in cases:
         want, name = v.arrays[f"{case}_idx"], f"{case}_idx"
         if start:
             want, name = np.where(want < 0, -1, start - (start - want) % window), f"{name}, as tokens"
-        got = windowed(window, start + length)[start:]
+        got = seen[window][start : start + length]
         yield selection_line(v.trace, name, ids_of(got, want.shape[-1]), want)
 
 

@@ -57,7 +57,7 @@ def value_line(
 
 
 def bits_line(trace: str, name: str, got: np.ndarray, want: np.ndarray) -> Line:
-    """Compare to the bit: -0 is not 0, one NaN is any other. Floats must have the recorded dtype, integers the value."""
+    """Compare to the bit: -0 is not 0, all NaN are one. Floats must have the recorded dtype, integers the value."""
     floats = "f" in (got.dtype.kind, want.dtype.kind)
     if got.shape != want.shape or (floats and got.dtype != want.dtype):
         return Line(trace, name, "bits", float("inf"), 0.0, False)

@@ -118,9 +118,12 @@ def test_image_tokens_keep_their_stream_bit_for_bit(module):
     assert (gate[:, 2:] > 0).all()
 
 
-def test_a_gate_at_dot_0_has_finite_gradients(module):
+@pytest.mark.parametrize("name", ["q_weight", "embed", "x"])  # a weight, a key and a copy of zeros
+def test_a_gate_at_dot_0_has_finite_gradients(module, name):
     c, w, x, ids = module
-    still = w | {"q_weight": jnp.zeros_like(w["q_weight"])}
+    still = {key: jnp.zeros_like(a) if key == name else a for key, a in (w | {"x": x}).items()}
+    x = still.pop("x")
+    np.testing.assert_allclose(engram.apply(still, x, ids, None, c)[1], 0.5, atol=1e-6)
     with jax.debug_nans(True):
         grads = jax.grad(lambda w, x: engram.apply(w, x, ids, None, c)[0].sum(), argnums=(0, 1))(still, x)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

@@ -36,7 +36,9 @@ def test_every_recorded_array_is_an_input_or_compared_or_named_as_uncovered(chec
     for path in op_parity.files(golden / "ops"):
         arrays, inputs = op_parity.load(path).keys(), op_parity.OPS[path.stem].inputs
         assert inputs <= arrays, path.stem
-        named = {n for entry in uncovered if entry.startswith(f"{path.stem}: ") for n in entry.split(": ")[1].split(", ")}
+        named = {
+            n for entry in uncovered if entry.startswith(f"{path.stem}: ") for n in entry.split(": ")[1].split(", ")
+        }
         assert arrays == inputs | (named & arrays) | {x.array.split(",")[0] for x in lines if x.trace == path.stem}
 
 

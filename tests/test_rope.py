@@ -82,10 +82,18 @@ def test_tables_are_float32_and_tell_the_last_positions_apart(released):
     at = angles(frequencies(released, False), jnp.asarray([1048574, 1048575], jnp.int32))
     assert at.cos.dtype == at.sin.dtype == jnp.float32
     assert (at.cos[0] != at.cos[1]).any() and (at.sin[0] != at.sin[1]).any()
-    exact = np.arange(1048574, 1048576)[:, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
-    assert np.abs(at.cos - np.cos(exact)).max() <= 0.25  # what float32 frequencies allow there
-    near = angles(frequencies(released, False), jnp.asarray([4096], jnp.int32))
-    assert np.abs(near.cos[0] - np.cos(4096 * 10000.0 ** (-np.arange(0, 64, 2) / 64))).max() <= 1e-3
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(("position", "allowed"), [(4096, 1e-3), (1048575, 0.25)])  # what float32 frequencies allow
+def test_tables_stay_near_those_of_float64(released, compressed, position, allowed):
+    plain = (160000.0 if compressed else 10000.0) ** (-np.arange(0, 64, 2) / 64)
+    # YaRN's ramp between the channels of 32 turns and of one turn over 65536 tokens, 15 and 25.
+    ramp = np.clip((np.arange(32) - 15) / 10, 0, 1) if compressed else np.zeros(32)
+    turn = position * (plain / 16 * ramp + plain * (1 - ramp))
+    at = angles(frequencies(released, compressed), jnp.asarray([position], jnp.int32))
+    assert np.abs(at.cos[0] - np.cos(turn)).max() <= allowed
+    assert np.abs(at.sin[0] - np.sin(turn)).max() <= allowed
 
 
 def test_bfloat16_vectors_turn_in_float32(released):
