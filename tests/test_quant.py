@@ -323,7 +323,7 @@ def edges(fmt: Format, dtype: object) -> jax.Array:
     x[0] = 0  # empty groups
     x[1, 0] = 2**15  # one that saturates the scale of Q4x16
     x[2] = 2.0**-14  # below the floors of Q8 and Q4x16
-    x[3] = np.finfo(np.float32).max  # beyond every largest scale
+    x[3] = 1.5 * 2.0**126  # the whole group far beyond the scales of Q4x16, near the largest of the others
     x[4] = np.finfo(np.float32).tiny
     return jnp.asarray(x)
 
