@@ -1,4 +1,4 @@
-"""Codecs against their definition, named cases, and JAX's transformations; `test_op_parity.py` has the recorded bytes."""
+"""Codecs against their definition, named cases, JAX's transformations; `test_op_parity.py` has the recorded bytes."""
 
 from __future__ import annotations
 
