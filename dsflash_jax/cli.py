@@ -81,7 +81,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
         "Run every covered trace of a folder and print a line an array; exit status 1 on a miss.",
         "dsflash parity tests/golden/tiny_text",
     )
-    parity.add_argument("folder", metavar="DIR", type=Path, help="config.json, weights.npz, inputs.npz and traces")
+    parity.add_argument("folder", metavar="DIR", type=Path, help="a model with inputs and traces, or op vectors")
 
     modes = add(
         commands,

@@ -2,15 +2,13 @@
 
 DIR holds config.json, weights.npz, inputs.npz and traces (prefill_*, grads_* with selections_*, and of decode_* the
 drafts). Every array of a trace becomes one line: the largest difference, the share of entries within tolerance, or
-whether a selection is equal.
+whether a selection is equal. A folder of op vectors, which has no model, is `op_parity`'s.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,12 +21,12 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from dsflash_jax import checkpoint, draft, engram, indexer, loss, model, vision
+from dsflash_jax import checkpoint, draft, engram, indexer, loss, model, op_parity, vision
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
+from dsflash_jax.verdict import Arrays, Line, block_mask, read, selection_line, value_line
 
-Arrays = dict[str, np.ndarray]
 VALUE_TOLERANCE = 2e-4  # absolute, on logits and streams; the sets' own
 GRADIENT_TOLERANCE = 1e-3  # relative to a tensor's largest entry; the set's own
 SELECTIONS = ("compress_topk_idxs", "router_indices")  # compared as sets of a row
@@ -40,18 +38,6 @@ DESCRIPTIVE = ("router_margin", "index_margin")  # facts about the recorded run,
 QUANT_SHARE = 0.99  # of the entries of a quantised variant; the rest sits on rounding boundaries
 COARSE_FACTOR = 1.5  # bfloat16 logits: mean distance, as a multiple of what the reference's own float32 run shows
 STRICT = Compute(dtype="float32", remat="none", scan=False, query_chunk=16, loss_chunk=16)
-
-
-@dataclass(frozen=True)
-class Line:
-    """The verdict on one recorded array."""
-
-    trace: str  # file it comes from
-    array: str  # its name there
-    kind: str  # "values", "gradient", "selection", or "reported": shown, not judged
-    max_diff: float  # largest absolute difference; of a selection, rows that differ
-    share: float  # part of the entries within tolerance, of a selection rows that are equal
-    passed: bool
 
 
 @dataclass(frozen=True)
@@ -88,32 +74,6 @@ def variant_of(trace: str, tensors: Arrays) -> Variant | None:
     )
     name = DECODE.sub(r"prefill_\1", trace)
     return next((v for v in known if name in (f"{kind}_{v.name}" for kind in COVERED)), None)
-
-
-def selection_line(trace: str, name: str, got: np.ndarray, want: np.ndarray) -> Line:
-    """Compare index lists row by row as sets; -1 is absent."""
-    got, want = (np.sort(np.asarray(a).reshape(-1, a.shape[-1]), axis=-1) for a in (got, want))
-    if got.shape != want.shape:
-        return Line(trace, name, "selection", float(len(want)), 0.0, False)
-    differ = int((got != want).any(axis=-1).sum())
-    return Line(trace, name, "selection", float(differ), 1 - differ / max(len(want), 1), differ == 0)
-
-
-def value_line(
-    trace: str, name: str, got: np.ndarray, want: np.ndarray, tolerance: float, kind: str = "values", share: float = 1.0
-) -> Line:
-    """Compare values: `share` of them must be within tolerance; another shape or a value that is not finite fails."""
-    got = np.asarray(got)
-    if got.shape != want.shape:
-        return Line(trace, name, kind, float("inf"), 0.0, False)
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    same = np.isneginf(want) & np.isneginf(got)  # masked scores
-    diff = np.where(same, 0.0, np.abs(np.where(same, 0.0, got) - np.where(same, 0.0, want)))
-    within = diff <= tolerance  # a NaN is not
-    finite = bool(np.isfinite(diff).all())
-    worst = float(diff.max(initial=0.0)) if finite else float("inf")
-    reached = float(within.mean()) if within.size else 1.0
-    return Line(trace, name, kind, worst, reached, finite and reached >= share)
 
 
 def batch_of(c: Config, inputs: Arrays) -> Batch:
@@ -214,13 +174,6 @@ def drafted(setup: Setup, w: Weights, batch: Batch, got: Arrays, start: int) -> 
     return {name: np.stack([step[name] for step in steps]) for name in steps[0]}
 
 
-def block_mask(blocks: np.ndarray, size: int, slots: int) -> np.ndarray:
-    """Block ids [B,T,C] (-1 absent) as the reference's mask of slots, bool [B,T,slots]."""
-    members = np.zeros((*blocks.shape[:2], -(-slots // size) + 1), bool)  # the last one takes the absent ids
-    np.put_along_axis(members, blocks, True, axis=-1)
-    return np.repeat(members[..., :-1], size, axis=-1)[..., :slots]
-
-
 def index_scores(c: Config, i: int, got: Arrays) -> np.ndarray:
     """All index scores of layer i from its traced queries and its source's keys, -inf where not visible."""
     source = max(s for s in c.kv_source_layer_ids if s <= i)
@@ -279,20 +232,16 @@ def gradient_lines(setup: Setup, w: Weights, batch: Batch, trace: str, recorded:
         yield value_line(trace, f"grad.{name}", got, want, tolerance, "gradient")
 
 
-def read(path: Path) -> Arrays:
-    """All arrays of an .npz file. Raises ValueError for a damaged one."""
-    try:
-        with path.open("rb") as file, np.load(file) as arrays:
-            return dict(arrays)
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected arrays as numpy.savez writes them, got a damaged file ({error})") from error
-
-
 def check(folder: Path) -> tuple[list[Line], list[str]]:
     """Run every covered trace of a folder; also returns the names of traces that are not covered, or not in full."""
+    if op_parity.holds_ops(folder):
+        return op_parity.check(folder)
     for name in ("config.json", "weights.npz", "inputs.npz"):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder}: no {name}; expected config.json, weights.npz, inputs.npz and traces")
+            raise ValueError(
+                f"{folder}: no {name}; expected config.json, weights.npz, inputs.npz and traces, or the files of op "
+                "vectors"
+            )
     c = Config.from_json(folder / "config.json")
     tensors = read(folder / "weights.npz")
     w = jax.tree.map(jnp.asarray, checkpoint.adopt(c, tensors))
@@ -340,7 +289,7 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     """Print the table, write JSON if asked, and return the exit code: 1 on any miss or if nothing was compared."""
     lines, uncovered = check(folder)
     console = Console()
-    table = Table("trace", "array", "kind", "max diff / rows", "within", "")
+    table = Table("trace", "array", "kind", "max diff / count", "within", "")
     for line in lines:
         verdict = "[green]ok" if line.passed else "[red]MISS"
         table.add_row(line.trace, line.array, line.kind, f"{line.max_diff:.3g}", f"{line.share:.4%}", verdict)
@@ -348,7 +297,7 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     missed = sum(not line.passed for line in lines)
     console.print(f"{folder.name}: {len(lines) - missed} of {len(lines)} arrays agree")
     if uncovered:
-        console.print("not compared, or only their drafts, no code for the rest yet: " + ", ".join(uncovered))
+        console.print("not covered, or not in full, for lack of code: " + "; ".join(uncovered))
     if json_path:
         content = {"folder": folder.name, "lines": [asdict(line) for line in lines], "uncovered": uncovered}
         json_path.write_text(json.dumps(content, indent=2))

@@ -61,14 +61,6 @@ def attended(rows, topk, window, chunk, slots):
     return np.asarray(o[:, :, 0] > 0)
 
 
-def test_selected_slots_match_the_reference():
-    g = np.load(GOLDEN / "sparse_attention.npz")
-    q, kv, topk, sink = (jnp.asarray(g[name]) for name in ("q", "kv", "idx", "sink"))
-    nothing = jnp.zeros(q.shape[:2], jnp.int32)  # padding attends no window key
-    o, _ = compiled(q, jnp.zeros((*q.shape[:2], q.shape[-1])), kv, topk, sink, nothing, window=1, chunk=2)
-    np.testing.assert_allclose(o, g["out"], atol=2e-6)  # sums of 90 float32 terms in another order
-
-
 def test_bfloat16_matches_the_reference_with_rounded_probabilities():
     g = np.load(GOLDEN / "sparse_attention.npz")
     q, kv = (jnp.asarray(g[name], jnp.bfloat16) for name in ("q", "kv"))

@@ -60,6 +60,17 @@ def test_every_tensor_of_the_reference_decodes_to_its_definition(full: Any) -> N
     assert any(name.startswith("vision.blocks.1.") for name in got)
 
 
+def test_both_router_biases_survive_import_and_export(full: Any) -> None:
+    c, tensors, tree = full
+    names = [f"layers.{i}.ffn.gate.{bias}" for i in range(c.num_hidden_layers) for bias in ("bias", "bias_vl")]
+    assert len({tensors[name].tobytes() for name in names}) == len(
+        names
+    )  # no two alike, so none can take another's place
+    got = checkpoint.publish(c, tree)
+    for name in names:
+        np.testing.assert_array_equal(got[name], tensors[name], strict=True)
+
+
 def test_a_tree_without_draft_stages_publishes_none(full: Any) -> None:
     c, _, tree = full
     names = set(checkpoint.publish(c, {name: below for name, below in tree.items() if name != "mtp"}))
@@ -145,7 +156,7 @@ def test_shapes_of_no_format_are_refused_by_name(codes: tuple[int, int], scale: 
         checkpoint.decode(expert, np.zeros(codes, np.uint8), np.full(scale, 127, np.uint8))
 
 
-@pytest.mark.parametrize("name", ["layers.0.attn.wq_a", "layers.0.ffn.experts.1.w2"])
+@pytest.mark.parametrize("name", ["layers.0.attn.wq_a", "layers.0.ffn.experts.1.w2", "layers.0.engram.embed"])
 def test_a_missing_scale_is_named(full: Any, name: str) -> None:
     c, tensors, _ = full
     lacking = {key: array for key, array in tensors.items() if key != name + ".scale"}

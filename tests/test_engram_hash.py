@@ -138,15 +138,6 @@ def test_a_product_narrowed_to_32_bits_gives_another_row(released: engram.Layout
     assert device(IDS, count(IDS), released, PAD)[0, 0, LAYER_1, 0] == 2008568
 
 
-@both
-def test_random_ids_hash_as_in_the_reference(hash_rows: Hash, golden: Path, released: engram.Layout) -> None:
-    want = np.load(golden / "ops" / "engram_hash_released.npz")
-    ids, pad = want["compressed"], int(want["pad_compressed"])
-    np.testing.assert_array_equal(hash_rows(ids, count(ids), released, pad), want["ids_text"])
-    masked = hash_rows(ids, count(ids), released, pad, ~want["text_mask"])
-    np.testing.assert_array_equal(masked, want["ids_masked"])
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_device_rows_of_packed_documents_and_images_are_the_hosts(name: str, golden: Path) -> None:
     c = Config.from_json(golden / name / "config.json")

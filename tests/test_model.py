@@ -159,6 +159,18 @@ def test_edges_give_finite_loss_and_gradients(edge, change):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
+def test_a_row_of_one_token_gives_finite_loss_and_gradients():
+    """No slot exists at ratio 2, and the only target is given from outside."""
+    ids = tiny.tokens(EDGE, 1, 1)
+    batch = tiny.batch(EDGE, ids).replace(targets=jnp.asarray(ids), loss_mask=jnp.ones((1, 1), jnp.float32))
+    setup = Setup(EDGE, tiny.STRICT, Objective(index_keys="topk+random", index_random=2))
+    run = tiny.jit(jax.value_and_grad(lambda w, b: loss.total(setup, w, b, jax.random.key(0))[0]))
+    with jax.debug_nans(True):
+        value, grads = run(tiny.weights(EDGE), batch)
+    assert value > 0
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads)) and grads["head"].any()
+
+
 def test_a_nan_in_one_row_leaves_the_other_rows_alone():
     w = tiny.weights(EDGE)
     ids = np.random.default_rng(0).integers(1, EDGE.vocab_size, (2, 9))

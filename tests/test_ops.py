@@ -9,12 +9,6 @@ import numpy as np
 from dsflash_jax.ops import HIGHEST, linear, linear32, rms_norm, swiglu
 
 
-def test_swiglu_matches_the_reference(golden):
-    g = np.load(golden / "ops" / "swiglu_limit.npz")
-    got = swiglu(jnp.asarray(g["gate"]), jnp.asarray(g["up"]), 10.0)
-    np.testing.assert_allclose(got, g["out"], rtol=2e-6, atol=1e-6)  # exp of another library: a few ulp
-
-
 def test_clamp_is_two_sided_on_up_and_one_sided_on_gate():
     gate, up = jnp.asarray([20.0, -20.0, 20.0]), jnp.asarray([-20.0, 20.0, 3.0])
     got = swiglu(gate, up, 10.0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import tiny
 
-from dsflash_jax import parity
+from dsflash_jax import parity, verdict
 
 COPIED = ("config.json", "inputs.npz", "weights.npz", "prefill_f32_noquant.npz")
 
@@ -38,6 +41,25 @@ def test_every_recorded_array_of_a_prefill_agrees(golden, name):
     assert by_name(lines)["prefill_f32_noquant", "logits"].max_diff <= 2e-4  # the set's tolerance
     assert {line.trace for line in lines} >= {"prefill_f32_noquant", "prefill_f32_quant"}
     assert any(name.startswith("decode") for name in uncovered)  # named, not passed over in silence
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Little time spent on optimising: the programs here run once."""
+    monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
+
+
+@pytest.mark.slow
+def test_stored_weights_an_image_and_drafts_agree(golden, quick):
+    lines, uncovered = parity.check(golden / "tiny_full")
+    assert [line for line in lines if not line.passed] == []
+    decodes = ["decode_f32_noquant_after18", "decode_f32_quant_after18"]
+    assert {x.trace for x in lines} == {f"prefill_{n}" for n in ("f32_noquant", "f32_quant", "bf16_quant")} | {*decodes}
+    assert uncovered == decodes  # all but the drafts
+    drafts = {line.array: line for line in lines if line.trace == decodes[0]}
+    assert {"mtp_output_ids", "mtp_logits", "mtp_confidence"} <= set(drafts) and drafts["mtp_output_ids"].max_diff == 0
+    exact = {line.array for line in lines if line.trace == "prefill_f32_quant"}
+    assert {"image_embeds_0_3", "engram_hash_ids", "logits"} <= exact
 
 
 @pytest.mark.slow
@@ -87,12 +109,12 @@ def test_a_recorded_array_that_the_model_does_not_make_is_a_miss():
 
 def test_selections_compare_as_sets():
     want = np.array([[[0, 3, -1], [1, 2, 4]]])
-    assert parity.selection_line("t", "n", want[..., ::-1], want).passed
-    line = parity.selection_line("t", "n", np.array([[[0, 3, -1], [1, 2, 5]]]), want)
+    assert verdict.selection_line("t", "n", want[..., ::-1], want).passed
+    line = verdict.selection_line("t", "n", np.array([[[0, 3, -1], [1, 2, 5]]]), want)
     assert not line.passed and line.max_diff == 1 and line.share == 0.5
 
 
 @pytest.mark.parametrize("got", [np.array([0.0, np.nan]), np.array([0.0, 1.1]), np.zeros(3), np.array([np.inf, 1.0])])
 def test_values_off_not_finite_or_misshapen_are_misses(got):
-    assert not parity.value_line("t", "n", got, np.array([0.0, 1.0]), 1e-2).passed
-    assert parity.value_line("t", "n", np.array([0.0, 1.001]), np.array([0.0, 1.0]), 1e-2).passed
+    assert not verdict.value_line("t", "n", got, np.array([0.0, 1.0]), 1e-2).passed
+    assert verdict.value_line("t", "n", np.array([0.0, 1.001]), np.array([0.0, 1.0]), 1e-2).passed

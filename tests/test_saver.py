@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from tiny_run import tiny, write_corpus
 
+from dsflash_jax import model
+from dsflash_jax.config import Config
+from dsflash_jax.params import leaves
 from train.config import Run
 from train.saver import Saver
 from train.step import TrainState
@@ -54,6 +57,20 @@ def test_a_state_comes_back_bit_for_bit_with_its_types_and_its_position(run: Run
     assert jax.tree.structure(state) == jax.tree.structure(STATE)
     for one, two in zip(jax.tree.leaves(state), jax.tree.leaves(STATE), strict=True):
         assert one.dtype == two.dtype and np.asarray(one).tobytes() == np.asarray(two).tobytes()
+
+
+def test_both_router_biases_come_back(run: Run, golden: Path) -> None:
+    c = Config.from_json(golden / "tiny_full" / "config.json")
+    declared = {path: w for path, w in leaves(model.declare(c)).items() if "/gate/bias" in path}
+    assert {path.rsplit("/", 1)[1] for path in declared} == {"bias", "bias_vl"}
+    rng = np.random.default_rng(0)
+    biases = {path: jnp.asarray(rng.standard_normal(w.full_shape), jnp.float32) for path, w in declared.items()}
+    with opened(run) as saver:
+        saver.save(STATE.replace(params=biases), POSITION)
+    with opened(run) as saver:
+        state, _ = saver.restore(jax.eval_shape(lambda: STATE.replace(params=biases)))
+    for path, want in biases.items():
+        np.testing.assert_array_equal(state.params[path], want)
 
 
 @pytest.mark.parametrize(

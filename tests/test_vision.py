@@ -19,7 +19,6 @@ from dsflash_jax.checkpoint import Entry
 from dsflash_jax.config import Compute, Config
 from dsflash_jax.ops import rms_norm
 from dsflash_jax.params import Weight, leaves, map_weights
-from dsflash_jax.rope import Angles
 
 GOLDEN = Path(__file__).parent / "golden"
 RELEASED = Config.from_json(GOLDEN / "config.released.json")
@@ -187,19 +186,6 @@ def test_the_aspect_clamp_bounds_wide_images_only_and_stretches_them():
     np.testing.assert_allclose(  # bfloat16 keeps eight bits
         patches[0].reshape(3, 4, 4).astype(np.float32), np.moveaxis(stretched[:4, :4] / 127.5 - 1, 2, 0), atol=2**-8
     )
-
-
-def test_rotation_and_unfolding_match_the_reference():
-    g = np.load(GOLDEN / "ops" / "vision_bits.npz")
-    index = jnp.arange(20, dtype=jnp.int32)
-    at = vision.angles(index // 4, index % 4, 16, 10000.0)
-    # Another library's cosine and powers: a few units in the last place.
-    np.testing.assert_allclose(at.cos, g["cos"][:, 0], atol=1e-6)
-    np.testing.assert_allclose(at.sin, g["sin"][:, 0], atol=1e-6)
-    exact = Angles(jnp.asarray(g["cos"][:, 0]), jnp.asarray(g["sin"][:, 0]))
-    np.testing.assert_allclose(vision.rotate_halves(jnp.asarray(g["x"]), exact), g["y"], atol=5e-7)  # fused or not
-    unfolded = vision.unfold(jnp.asarray(g["grid"])[None], jnp.asarray([[5, 4]], jnp.int32), 3, 4)
-    np.testing.assert_array_equal(unfolded[0], g["unfolded"])
 
 
 def test_features_and_merged_embeddings_match_the_reference(reference):

