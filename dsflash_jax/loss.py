@@ -39,7 +39,8 @@ class Report:
     ce: CrossEntropy
     index: Any  # float [L]: mean indexer KL a query, 0 where a layer has none
     balance: Any  # float [L]: sequence balance loss
-    counts: Any  # float [L, E]: tokens each expert was chosen for
+    counts: Any  # float [L, E]: tokens of text each expert was chosen for
+    counts_vl: Any  # float [L, E]: tokens of image spans each expert was chosen for
 
 
 def cross_entropy(
@@ -113,4 +114,4 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
         loss += aim.index_weight * jnp.sum(index * jnp.asarray(index_shares(c, aim)))
     if aim.balance_weight > 0:
         loss += aim.balance_weight * jnp.sum(balance)
-    return loss, Report(loss, ce, index, balance, out.loads.counts)
+    return loss, Report(loss, ce, index, balance, out.loads.counts, out.loads.counts_vl)

@@ -120,7 +120,8 @@ def layer(
     groups = ctx.groups.reshape(-1)
     n_groups = ctx.groups.shape[0] * (ctx.groups.shape[1] // MIN_BALANCE_TOKENS + 1)
     kl, count = index
-    return stream, shared, LayerOut(kl, count, moe.loads(routing, groups, n_groups, c), taps)
+    image = None if ctx.image is None else ctx.image.reshape(-1)
+    return stream, shared, LayerOut(kl, count, moe.loads(routing, groups, n_groups, c, image), taps)
 
 
 def _mean_copy(x: Float[Array, "B T M D"]) -> Float[Array, "B T D"]:

@@ -32,7 +32,8 @@ class Routing:
 class Loads:
     """Routing statistics as sums over tokens that are not padding."""
 
-    counts: Any  # float [E]: choices of each expert
+    counts: Any  # float [E]: choices of each expert by tokens of text
+    counts_vl: Any  # float [E]: the same by tokens of image spans
     balance: Any  # float []: sum over sequences of the balance term
     sequences: Any  # float []: how many sequences that sum has
 
@@ -95,8 +96,12 @@ def route(w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c
     return Routing(scores, experts, chosen * c.routed_scaling_factor)
 
 
-def loads(r: Routing, groups: Int[Array, " N"], n_groups: int, c: Config) -> Loads:
+def loads(
+    r: Routing, groups: Int[Array, " N"], n_groups: int, c: Config, image: Bool[Array, " N"] | None = None
+) -> Loads:
     """Expert counts and the sequence balance loss; `groups` numbers the sequences, -1 is padding.
+
+    Text and `image` tokens are counted apart, for each has its own router bias; in a sequence they balance together.
 
     Per sequence of n tokens: sum_e f_e P_e with f_e = E / (A n) * choices of e (no gradient) and P_e the mean of the
     affinities normalised to sum 1 (training section 3.2).
@@ -109,7 +114,11 @@ def loads(r: Routing, groups: Int[Array, " N"], n_groups: int, c: Config) -> Loa
     share = sums(r.scores / (r.scores.sum(axis=-1, keepdims=True) + 1e-20))
     tokens = jnp.maximum(sums(jnp.ones_like(ids, jnp.float32)), 1.0)
     term = jnp.sum(counts * share, axis=-1) * c.n_routed_experts / (c.num_experts_per_tok * jnp.square(tokens))
-    return Loads(counts.sum(axis=0), term.sum(), jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32))
+    number = jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32)
+    if image is None:
+        return Loads(counts.sum(axis=0), jnp.zeros((c.n_routed_experts,), jnp.float32), term.sum(), number)
+    of = lambda keep: jnp.sum(chosen, axis=0, where=(real & keep)[:, None])  # noqa: E731
+    return Loads(of(~image), of(image), term.sum(), number)
 
 
 def ragged_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:

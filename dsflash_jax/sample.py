@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dsflash_jax import model
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
+from dsflash_jax.vision import Images
 
 RowsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ids [1,T], positions [1,T] to rows [1,T,tables,N]
 
@@ -28,10 +29,13 @@ def continue_ids(
     temperature: float,
     key: Array,
     rows_of: RowsOf | None = None,
+    images: Images | None = None,
 ) -> Int[np.ndarray, " count"]:
     """Up to `count` ids after a prompt, ending before end-of-sequence; temperature 0 is greedy.
 
     A model with n-gram memory needs `rows_of`, which gives the table rows of ids at positions; it runs on the host.
+    `images` are those of one row, the prompt, whose spans hold the image id. Prompts of one length with equal `count`
+    share a compiled program.
     Raises ValueError for an empty prompt, an id outside the vocabulary, a result longer than the model's limit, or
     n-gram memory without `rows_of`.
     """
@@ -50,27 +54,18 @@ def continue_ids(
     ids = np.zeros((1, total), np.int32)
     ids[0, : len(prompt)] = prompt
     positions = np.arange(total, dtype=np.int32)[None]
-    step = jax.jit(partial(_next, setup, temperature))
     for at in range(len(prompt), total):
         rows = None if rows_of is None else rows_of(ids, positions)
-        ids[0, at] = step(w, ids, positions, rows, at, key)
+        batch = Batch(ids, np.ones_like(ids), positions, engram_rows=rows, images=images)
+        ids[0, at] = _next(setup, temperature, w, batch, at, key)
         if ids[0, at] == c.eos_token_id:
             return ids[0, len(prompt) : at]
     return ids[0, len(prompt) :]
 
 
-def _next(
-    setup: Setup,
-    temperature: float,
-    w: Weights,
-    ids: Int[Array, "1 T"],
-    positions: Int[Array, "1 T"],
-    rows: Int[Array, "1 T tables N"] | None,
-    at: Array,
-    key: Array,
-) -> Int[Array, ""]:
-    """The id at row `at`, drawn; what stands there or behind it is not seen, for the model is causal."""
-    batch = Batch(ids, jnp.ones_like(ids), positions, engram_rows=rows)
+@partial(jax.jit, static_argnums=(0, 1))
+def _next(setup: Setup, temperature: float, w: Weights, batch: Batch, at: Array, key: Array) -> Int[Array, ""]:
+    """The id at index `at` of the one row, drawn; what stands there or behind it is not seen: the model is causal."""
     y, _ = model.forward(setup, w, batch)
     row: Float[Array, " V"] = model.logits(w["head"], jax.lax.dynamic_index_in_dim(y[0], at - 1, keepdims=False))
     if temperature == 0:

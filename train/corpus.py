@@ -1,4 +1,4 @@
-"""Text corpora and their held-out split: the standard library's sources, a folder, or a .jsonl file.
+"""Corpora and their held-out split: the standard library's sources, a folder, a .jsonl file, or made pictures.
 
 A document is held out by a fixed hash of its name (of its line in a .jsonl), so the split is the same on every machine
 and does not move when other documents come or go.
@@ -11,13 +11,19 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from train import digits
+
 Split = Literal["train", "heldout"]
 
 STDLIB = "stdlib"  # as a source: the standard library of the running Python
+DIGITS = "digits"  # as a source: pictures of numbers, see `digits`
 SUFFIXES = (".txt", ".py", ".md")  # what is read of a folder
 # Not the library itself (installed packages, its tests), tables in place of text (codecs, the help topics), or what
 # distributions package apart or versions dropped, so that as many machines as possible have the same documents.
@@ -29,15 +35,26 @@ STDLIB_LEFT_OUT = (
 STDLIB_LOCAL = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 HASH_BYTES = 8
 HOLDOUT = 20  # one document of so many is held out unless the configuration says otherwise
+NEVER = 1  # as a document's hash: never held out
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image that is made when it is read."""
+
+    height: int  # pixels
+    width: int
+    draw: Callable[[], np.ndarray]  # uint8 RGB [height, width, 3], the same at every call
 
 
 @dataclass(frozen=True)
 class Document:
     """One text with its place in the corpus."""
 
-    name: str  # POSIX path relative to the source, or `line N` of a .jsonl
+    name: str  # POSIX path relative to the source, `line N` of a .jsonl, or `picture N`
     text: bytes  # valid UTF-8, never empty
     hash: int  # decides whether the document is held out
+    picture: Picture | None = None  # stands before the text
 
 
 @dataclass(frozen=True)
@@ -50,17 +67,19 @@ class Corpus:
 
 
 def load(source: str) -> Corpus:
-    """Read `stdlib`, a folder (recursively its .txt, .py and .md files, hidden ones apart) or a .jsonl file.
+    """Read `stdlib`, a folder (recursively its .txt, .py and .md files, hidden ones apart) or a .jsonl; or `digits`.
 
     Files that are unreadable, empty or not UTF-8 are skipped and listed. Raises FileNotFoundError for a missing path,
     ValueError for another kind of file, a bad .jsonl line (file and line named) or a source without any text.
     """
     if not source:  # an empty path would be the working folder
-        raise ValueError(f"data.source is empty: expected {STDLIB!r}, a folder or a .jsonl file")
+        raise ValueError(f"data.source is empty: expected {STDLIB!r}, {DIGITS!r}, a folder or a .jsonl file")
+    if source == DIGITS:
+        return Corpus(source, tuple(_pictures()), ())
     path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source).expanduser()
     if source != STDLIB and not path.exists():
         raise FileNotFoundError(
-            f"data.source={source!r}: expected {STDLIB!r}, a folder or a .jsonl file, "
+            f"data.source={source!r}: expected {STDLIB!r}, {DIGITS!r}, a folder or a .jsonl file, "
             f"but nothing is at {path.absolute()}"
         )
     if path.is_file():
@@ -118,6 +137,14 @@ def _fix(corpus: Corpus, split: Split) -> str:
         if 0 < sum(_held_out(d, h) for d in corpus.documents) < total:
             return f"set data.holdout={h}, or give more documents"
     return "give more documents" + (", or set data.holdout=0 to train on all" if split == "train" else "")
+
+
+def _pictures() -> Iterator[Document]:
+    """Numbers with their pictures, and numbers without, which only train: a held-out loss is of captions alone."""
+    for i, (text, pictured) in enumerate(digits.captions()):
+        name = f"{'picture' if pictured else 'text'} {i}"
+        picture = Picture(digits.HEIGHT, digits.WIDTH, partial(digits.draw, text, i)) if pictured else None
+        yield Document(name, text.encode(), _hash(name.encode()) if pictured else NEVER, picture)
 
 
 def _files(source: str, root: Path) -> Corpus:

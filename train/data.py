@@ -1,6 +1,7 @@
 """Batches of packed documents, the same on every machine and resumable to the exact batch.
 
 corpus -> tokens (bos, bytes, eos) -> pieces of at most `seq_len` tokens -> rows -> grain: order of rows -> batches.
+A document with a picture is bos, the picture's span, bytes, eos, and always one piece.
 
 Rows are packed once for the whole corpus and grain shuffles their order anew each epoch. Documents of one row do not
 see each other, so which of them share a row changes no gradient; in return every batch follows from (seed, step) alone
@@ -9,19 +10,24 @@ and a position in the data is one number: nothing is half filled, windowed or pr
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import grain
 import numpy as np
 
+from dsflash_jax import vision
+from dsflash_jax.config import Config
 from train import corpus, tokenizer
 from train.corpus import Split
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]  # NumPy arrays, and `vision.Images` of them under "images"
 
 HELDOUT_SEED = 0  # held-out rows come in one mixed order, whatever the seed of a run, so that a few are a fair sample
 
@@ -30,7 +36,7 @@ HELDOUT_SEED = 0  # held-out rows come in one mixed order, whatever the seed of 
 class Data:
     """What a run reads and how it is packed; equal records give equal batches."""
 
-    source: str = corpus.STDLIB  # `stdlib`, a folder of .txt/.py/.md files, or a .jsonl with a "text" field a line
+    source: str = corpus.STDLIB  # `stdlib`, a folder of .txt/.py/.md files, a .jsonl with "text" a line, or `digits`
     seq_len: int = 1024  # tokens of a row
     batch_size: int = 8  # rows of the global batch, over all hosts
     seed: int = 0  # order of training rows; another seed is another order of the same documents
@@ -62,20 +68,40 @@ class Packed:
     lengths: np.ndarray = field(repr=False)  # int64 [pieces]
     owners: np.ndarray = field(repr=False)  # int64 [pieces]: the document of a piece
     rows: tuple[tuple[int, ...], ...] = field(repr=False)  # the pieces of each row; both in the order of the corpus
+    model: Config | None = field(default=None, repr=False)  # lays the pictures out; None for text alone
 
     def padding(self, seq_len: int) -> float:
         """The share of row positions that hold no token."""
         return 1 - float(self.lengths.sum()) / (len(self.rows) * seq_len)
 
+    def picture(self, piece: int) -> corpus.Picture | None:
+        """The picture of a piece's document."""
+        return self.documents[self.owners[piece]].picture
 
-def load(data: Data, split: Split = "train") -> Packed:
-    """Read, tokenise, cut and pack one split. The whole split stays in memory, three bytes a token."""
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """The most pictures of a row and the most patches of a picture; the shapes of every batch."""
+        slots = max(sum(self.picture(i) is not None for i in row) for row in self.rows)
+        pictures = (d.picture for d in self.documents if d.picture is not None)
+        return slots, max((math.prod(_grid(p, self.model)) for p in pictures), default=0)
+
+
+def load(data: Data, split: Split = "train", model: Config | None = None) -> Packed:
+    """Read, tokenise, cut and pack one split. The whole split stays in memory, three bytes a token.
+
+    `model` lays pictures out. Raises ValueError for pictures without an image tower in it, for a tower without
+    pictures, and for a picture and its text that exceed a row.
+    """
     source = corpus.load(data.source)
+    _match(source, model)
     documents = corpus.part(source, split, data.holdout)
-    texts = [
-        np.concatenate([[tokenizer.BOS], tokenizer.encode(d.text), [tokenizer.EOS]]).astype(np.uint16)
-        for d in documents
-    ]
+    texts = [prompt_and_text(d, model) for d in documents]
+    for d, text in zip(documents, texts, strict=True):
+        if d.picture is not None and text.size > data.seq_len:
+            raise ValueError(
+                f"data.seq_len={data.seq_len} is too short for {d.name!r} of data.source={data.source!r}: its picture "
+                f"and text take {text.size} tokens and are not cut. Raise data.seq_len, or model.vision.patch_size"
+            )
     firsts = np.cumsum([0] + [t.size for t in texts])
     pieces = [
         (firsts[owner] + start, length, owner)
@@ -85,7 +111,52 @@ def load(data: Data, split: Split = "train") -> Packed:
     starts, lengths, owners = np.array(pieces, np.int64).T
     packed = pack([_aligned(int(n), data.align) for n in lengths], data.seq_len)
     rows = tuple(sorted(tuple(sorted(row)) for row in packed))
-    return Packed(documents, source.skipped, np.concatenate(texts), starts, lengths, owners, rows)
+    return Packed(documents, source.skipped, np.concatenate(texts), starts, lengths, owners, rows, model)
+
+
+def _match(source: corpus.Corpus, model: Config | None) -> None:
+    """Refuse pictures that the model cannot see, and an image tower that would see none."""
+    pictured, sees = any(d.picture for d in source.documents), model is not None and model.vision is not None
+    if pictured and not sees:
+        raise ValueError(
+            f"data.source={source.source!r} has pictures, but the model has no image tower (model.vision=None): set "
+            "model.vision as configs/digits.py does, or give a source of text"
+        )
+    if sees and not pictured:
+        raise ValueError(
+            f"model.vision is set, but data.source={source.source!r} has no picture to train it with: set "
+            f"data.source={corpus.DIGITS!r}, or model.vision=None"
+        )
+
+
+def prompt(document: corpus.Document, model: Config | None) -> np.ndarray:
+    """The ids before a document's text: bos and the span of its picture."""
+    if document.picture is None:
+        return np.array([tokenizer.BOS], np.int32)
+    assert model is not None
+    span = vision.span_length(_grid(document.picture, model), model)
+    return np.array([tokenizer.BOS] + [model.image_token_id] * span, np.int32)
+
+
+def shown(data: Data, model: Config, count: int) -> Iterator[tuple[corpus.Document, np.ndarray, vision.Images]]:
+    """The first held-out documents with a picture, each with its prompt and the one image of a row of that prompt."""
+    documents = corpus.part(corpus.load(data.source), "heldout", data.holdout)
+    for d in islice((d for d in documents if d.picture is not None), count):
+        assert d.picture is not None and model is not None
+        ids, (patches, grid) = prompt(d, model), vision.preprocess(d.picture.draw(), model)
+        yield d, ids, vision.collate([[(1, patches, grid)]], model, ids.size, 1, len(patches))
+
+
+def prompt_and_text(document: corpus.Document, model: Config | None) -> np.ndarray:
+    """All ids of a document, uint16."""
+    ids = np.concatenate([prompt(document, model), tokenizer.encode(document.text), np.array([tokenizer.EOS])])
+    return ids.astype(np.uint16)
+
+
+def _grid(picture: corpus.Picture, model: Config | None) -> tuple[int, int]:
+    assert model is not None and model.vision is not None
+    tall, wide = vision.target_size(picture.height, picture.width, model)
+    return tall // model.vision.patch_size, wide // model.vision.patch_size
 
 
 def cut(length: int, seq_len: int) -> list[tuple[int, int]]:
@@ -130,13 +201,15 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def collate(packed: Packed, rows: Sequence[Sequence[int]], seq_len: int, align: int) -> Arrays:
     """The arrays of some rows, each given by its pieces; a row without pieces is all padding.
 
-    tokens, targets, segments, positions int32 [B,T], loss_mask float32 [B,T]. `targets[t]` is `tokens[t + 1]` where
-    both are in one piece and loss_mask is 1 there; elsewhere it is pad with loss_mask 0. Segments count the pieces of
-    a row from 1, and 0 is padding. The text bytes among the targets, for a loss per byte, are
-    `sum(loss_mask * (targets >= tokenizer.SPECIALS))`: all targets but eos.
+    tokens, targets, segments, positions int32 [B,T], loss_mask float32 [B,T]; and images if the split has pictures.
+    `targets[t]` is `tokens[t + 1]` where both are in one piece and loss_mask is 1 there, unless that is a token of an
+    image span; elsewhere it is pad with loss_mask 0. Segments count the pieces of a row from 1, and 0 is padding. The
+    text bytes among the targets, for a loss per byte, are `sum(loss_mask * (targets >= tokenizer.SPECIALS))`: all
+    targets but eos.
     """
+    images: list[list[tuple[int, np.ndarray, tuple[int, int]]]] = [[] for _ in rows]
     shape = (len(rows), seq_len)
-    out = {key: np.full(shape, tokenizer.PAD, np.int32) for key in ("tokens", "targets")}
+    out: Arrays = {key: np.full(shape, tokenizer.PAD, np.int32) for key in ("tokens", "targets")}
     out |= {key: np.zeros(shape, np.int32) for key in ("segments", "positions")}
     out["loss_mask"] = np.zeros(shape, np.float32)
     for r, pieces in enumerate(rows):
@@ -147,9 +220,18 @@ def collate(packed: Packed, rows: Sequence[Sequence[int]], seq_len: int, align: 
             out["tokens"][r, at : at + n] = piece
             out["targets"][r, at : at + n - 1] = piece[1:]
             out["loss_mask"][r, at : at + n - 1] = 1
+            picture = packed.picture(i)
+            if picture is not None:
+                assert packed.model is not None
+                images[r].append((at + 1, *vision.preprocess(picture.draw(), packed.model)))
             out["segments"][r, at : at + n] = segment
             out["positions"][r, at : at + n] = np.arange(n, dtype=np.int32)
             at += _aligned(n, align)
+    if packed.room[0]:
+        assert packed.model is not None
+        out["images"] = vision.collate(images, packed.model, seq_len, *packed.room)
+        spans = out["targets"] == packed.model.image_token_id
+        out["loss_mask"][spans], out["targets"][spans] = 0, tokenizer.PAD
     return out
 
 
@@ -242,6 +324,7 @@ def batches(
     host: int = 0,
     hosts: int = 1,
     n_batches: int | None = None,
+    model: Config | None = None,
     transform: Callable[[Arrays], Arrays] | None = None,
 ) -> Batches:
     """Batches of a split as dictionaries of arrays, see `collate`.
@@ -249,8 +332,9 @@ def batches(
     Training goes round the corpus without end, each row once an epoch; held-out batches end after one round in one
     fixed order, the last filled up with empty rows. `n_batches` ends either earlier. Host h of n gives rows
     h * b to (h + 1) * b of the global batch, b = batch_size / n; every host reads the whole
-    corpus. `transform` gets and returns a batch, may add keys, and must depend on the batch alone; with prefetch it
-    runs in the thread. Raises ValueError if the hosts do not divide the batch, and what `corpus.load` raises.
+    corpus. `model` lays pictures out. `transform` gets and returns a batch, may add keys, and must depend on the batch
+    alone; with prefetch it runs in the thread. Raises ValueError if the hosts do not divide the batch, and what `load`
+    raises.
     """
     if hosts < 1 or not 0 <= host < hosts:
         raise ValueError(f"host must be from 0 to hosts - 1, got host={host}, hosts={hosts}")
@@ -260,7 +344,7 @@ def batches(
         )
     if n_batches is not None and n_batches < 1:
         raise ValueError(f"n_batches must be at least 1, or None for all, got {n_batches}")
-    packed = load(data, split)
+    packed = load(data, split, model)
     rows = len(packed.rows) if split == "heldout" else sys.maxsize
     steps = -(-rows // data.batch_size) if split == "heldout" else rows // data.batch_size
     own = data.batch_size // hosts

@@ -23,6 +23,7 @@ from dsflash_jax import engram, model, sample
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch
 from dsflash_jax.params import leaves
+from dsflash_jax.vision import Images
 from train import data, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
@@ -31,6 +32,7 @@ from train.step import Metrics, TrainState
 
 QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs once, a bit more for the steps
 AS_ASKED = "as asked"  # why a run stopped at the step `until`
+READ = 8  # held-out pictures that the sample at the end reads
 SHOWN = 3  # names that a message lists before it counts the rest
 
 
@@ -137,19 +139,26 @@ def _read(config: Run) -> tuple[Batches, list[Batch]]:
     def add_rows(batch: data.Arrays) -> data.Arrays:
         return batch if rows_of is None else batch | {"engram_rows": rows_of(batch["tokens"], batch["positions"])}
 
-    heldout = data.batches(config.data, "heldout", n_batches=config.eval_batches, transform=add_rows)
-    return data.batches(config.data, transform=add_rows), [_batch(b) for b in heldout]
+    batches = partial(data.batches, config.data, model=config.model, transform=add_rows)
+    heldout = batches("heldout", n_batches=config.eval_batches)
+    return batches("train"), [_batch(b) for b in heldout]
 
 
 def row_reader(c: Config) -> sample.RowsOf | None:
     """What gives the n-gram table rows of byte ids at positions; None for a model without n-gram memory.
 
-    A byte has no other spellings to merge, so the compressed vocabulary is the identity over the model's ids.
+    A byte has no other spellings to merge, so the compressed vocabulary is the identity over the model's ids. What has
+    the id of an image token is in an image span, and n-grams end there.
     """
     if not c.engram_layer_ids:
         return None
-    layout = engram.layout(c)
-    return lambda ids, positions: engram.rows(ids.astype(np.int64), positions, layout, c.engram_pad_token_id)
+    layout, image_id = engram.layout(c), None if c.vision is None else c.image_token_id
+
+    def rows_of(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        image = None if image_id is None else ids == image_id
+        return engram.rows(ids.astype(np.int64), positions, layout, c.engram_pad_token_id, image)
+
+    return rows_of
 
 
 def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> TrainState:
@@ -267,15 +276,30 @@ def _evaluate(score: Any, state: TrainState, at: int, heldout: list[Batch], log:
 
 
 def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str | None:
-    """Sample, show and keep a text; None if the run wants none."""
+    """Sample, show and keep a text; None if the run wants none.
+
+    It goes on from the prompt; a model that sees reads some held-out pictures instead.
+    """
     if not config.sample_tokens:
         return None
-    prompt = np.concatenate([[config.model.bos_token_id], tokenizer.encode(config.sample_prompt)])
-    ids = sample.continue_ids(
-        config.inference, state.params, prompt, config.sample_tokens, config.sample_temperature,
-        jax.random.key(config.seed), row_reader(config.model),
-    )  # fmt: skip
-    text = config.sample_prompt + tokenizer.decode(ids)
+    c = config.model
+
+    def go_on(prompt: np.ndarray, images: Images | None = None) -> str:
+        key = jax.random.key(config.seed)
+        ids = sample.continue_ids(
+            config.inference, state.params, prompt, config.sample_tokens, config.sample_temperature, key,
+            row_reader(c), images,
+        )  # fmt: skip
+        return tokenizer.decode(ids)
+
+    if c.vision is None:
+        prompt = np.concatenate([[c.bos_token_id], tokenizer.encode(config.sample_prompt)])
+        text = config.sample_prompt + go_on(prompt)
+    else:
+        text = "".join(
+            f"{document.text.decode()} read as {go_on(prompt, images)}\n"
+            for document, prompt, images in data.shown(config.data, c, READ)
+        )
     (out / "sample.txt").write_text(text)
     console.rule("sample")
     metrics.say(console, text)
@@ -290,8 +314,8 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _batch(arrays: dict[str, np.ndarray]) -> Batch:
-    return Batch(**{name: jnp.asarray(a) for name, a in arrays.items()})
+def _batch(arrays: data.Arrays) -> Batch:
+    return Batch(**jax.tree.map(jnp.asarray, arrays))
 
 
 if __name__ == "__main__":

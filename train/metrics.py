@@ -23,7 +23,7 @@ def record(c: Config, m: Metrics) -> dict[str, Any]:
     """A step's metrics as JSON data. Losses are in nats a token; lists run over layer ids."""
     r = m.report
     tokens = max(float(r.ce.tokens), 1.0)
-    counts = np.asarray(r.counts)
+    counts = np.asarray(r.counts) + np.asarray(r.counts_vl)
     load = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
     return {
         "loss": float(r.loss),

@@ -2,13 +2,13 @@
 
 Every weight's route is read from its declaration: `labels` names it, `build` composes one optax transformation
 
-    clip by global norm -> direction of each family (+ decay * weight) -> times -learning rate
+    zero what is frozen -> clip by global norm -> direction of each family (+ decay * weight) -> times -learning rate
 
 so one learning rate drives all families and decay is decoupled. Source: training sections 2, 3.2 and 10.
 
 State is float32 and shaped like the parameters, so it is sharded like them: one momentum for a `muon` or `sinkhorn`
 weight (4 bytes an entry), two moments for an AdamW weight (8 bytes), nothing for a `rule` weight; and three int32
-counters, all equal to the number of updates done.
+counters, with an image tower five, all equal to the number of updates done.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Num
 from dsflash_jax.config import check_literals, need
 from dsflash_jax.ops import HIGHEST
 from dsflash_jax.params import Weight, Weights, leaves
+from train import freeze
 
 # X <- a X + b (X X^T) X + c (X X^T)^2 X: a first kind of step that lifts small singular values fast, and a second
 # that pulls all of them to 1 (training 2.2, stated in V4 section 2.4).
@@ -59,6 +60,8 @@ class Optim:
     adam_eps: float = 1e-20  # added to the root of the second moment (stated)
     bias_rate: float = 0.001  # step of the router bias rule (stated)
     router_family: Literal["muon", "adamw"] = "muon"  # of router gates; adamw decays them too (our choice)
+    vision_start: float = 28 / 45  # fraction of all steps before which the image tower is frozen (stated: 28T of 45T)
+    vision_rate: float = 0.1  # times the learning rate of the tower once it is not (our choice; stated: "smaller")
     mhc_fused: bool = False  # treat the hyper-connection projections as one matrix, not three (our choice)
 
     def __post_init__(self) -> None:
@@ -68,13 +71,16 @@ class Optim:
         need(0 <= self.decay_start < self.decay_end <= 1,
              "optim.decay_start and decay_end are fractions of the run with 0 <= start < end <= 1, got "
              f"{self.decay_start} and {self.decay_end}; for no decay set final to peak")  # fmt: skip
+        need(0 <= self.vision_start <= 1,
+             f"optim.vision_start is a fraction of the run, 0 trains the image tower at once and 1 never, got "
+             f"{self.vision_start}")  # fmt: skip
         betas = {"muon_momentum": self.muon_momentum, "sinkhorn_momentum": self.sinkhorn_momentum}
         betas |= {f"adam_betas[{i}]": beta for i, beta in enumerate(self.adam_betas)}
         for key, value in betas.items():
             need(0 <= value < 1, f"optim.{key} must be in [0, 1), got {value}")
         for key in ("muon_rms", "sinkhorn_eps", "sinkhorn_gamma", "adam_eps"):
             need(getattr(self, key) > 0, f"optim.{key} must be positive, got {getattr(self, key)}")
-        for key in ("clip", "weight_decay", "sinkhorn_tau", "table_multiplier", "bias_rate"):
+        for key in ("clip", "weight_decay", "sinkhorn_tau", "table_multiplier", "bias_rate", "vision_rate"):
             need(getattr(self, key) >= 0, f"optim.{key} must not be negative, got {getattr(self, key)}")
         need(min(self.muon_steps) >= 0, f"optim.muon_steps must not be negative, got {self.muon_steps}")
         need(self.sinkhorn_iterations % 2 == 1,
@@ -152,11 +158,15 @@ def build(declared: Weights, optim: Optim, steps: int) -> optax.GradientTransfor
         "adamw": adam,
         "rule": optax.set_to_zero(),
     }
-    chain = optax.chain(
+    stages = [
         _clip(declared, optim.clip),
         optax.partition(families, names),
         optax.scale_by_learning_rate(schedule(optim, steps)),
-    )
+    ]
+    if any(jax.tree.leaves(freeze.tower(declared))):
+        trained = partial(freeze.trained, declared, optim.vision_start * steps)
+        stages = [freeze.by_step(trained), *stages, freeze.by_step(partial(trained, rate=optim.vision_rate))]
+    chain = optax.chain(*stages)
 
     def init(params: Any) -> optax.OptState:
         for path, array in jax.tree_util.tree_leaves_with_path(params):

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from dsflash_jax import loss, model, modes
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights, leaves
-from train import optim
+from train import freeze, optim
 from train.config import Run
 
 Step = Callable[["TrainState", Batch], tuple["TrainState", "Metrics"]]
@@ -53,7 +53,7 @@ class Metrics:
     """What a step reports."""
 
     report: loss.Report
-    grad_norm: Any  # float []: over all families but the rule-based, before clipping
+    grad_norm: Any  # float []: of what is trained at this step, before clipping
     learning_rate: Any  # float []: of this update, `schedule(updates done before it)`
     finite: Finite  # unless everything is, the step changed nothing
 
@@ -74,6 +74,7 @@ def make_step(run: Run) -> Step:
     declared = model.declare(run.model)
     tx = optim.build(declared, run.optim, run.steps)
     rates = optim.schedule(run.optim, run.steps)
+    trained = partial(freeze.trained, declared, run.optim.vision_start * run.steps)
     layers = bias_layers(run.model)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -83,9 +84,10 @@ def make_step(run: Run) -> Step:
         with jax.named_scope("optimiser"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            params = balance(params, report.counts, layers, run.optim.bias_rate)
+            params = balance(params, report, layers, run.optim.bias_rate)
         finite = Finite(jnp.isfinite(total), _finite(grads), _finite(params), _finite(opt_state).all())
-        made = Metrics(report, optim.grad_norm(declared, grads), jnp.float32(rates(state.step)), finite)
+        grad_norm = optim.grad_norm(declared, trained(grads, state.step))
+        made = Metrics(report, grad_norm, jnp.float32(rates(state.step)), finite)
         new = TrainState(state.step + 1, params, opt_state, state.key)
         return jax.tree.map(partial(jnp.where, finite.everything), new, state), made
 
@@ -97,21 +99,29 @@ def _finite(tree: Any) -> Bool[Array, " leaves"]:
 
 
 def bias_layers(c: Config) -> dict[str, np.ndarray]:
-    """For each router bias leaf, the layer ids of its stacked copies."""
+    """For each router bias leaf, of text and of images, the layer ids of its stacked copies."""
     out: dict[str, np.ndarray] = {}
-    stacks = {path: w.stack for path, w in leaves(model.declare(c)).items() if path.endswith("ffn/gate/bias")}
+    declared = leaves(model.declare(c))
     for i, place in enumerate(modes.places(modes.plan(c.table))):
-        path = "/".join(("layers", *place.path, "ffn/gate/bias"))
-        out.setdefault(path, np.zeros(stacks[path], np.int32))[place.index] = i
+        for name in ("bias", "bias_vl"):
+            path = "/".join(("layers", *place.path, "ffn/gate", name))
+            if path in declared:
+                out.setdefault(path, np.zeros(declared[path].stack, np.int32))[place.index] = i
     return out
 
 
-def balance(params: Weights, counts: Float[Array, "L E"], layers: dict[str, np.ndarray], rate: float) -> Any:
-    """Apply the router bias rule to every layer, from the expert counts of the whole batch."""
+def balance(params: Weights, report: loss.Report, layers: dict[str, np.ndarray], rate: float) -> Any:
+    """Apply the router bias rule to every layer, from the expert counts of the whole batch.
+
+    Tokens of text move `bias` and those of image spans `bias_vl`; a batch without either leaves its bias alone.
+    """
 
     def update(path: Any, leaf: Array) -> Array:
         ids = layers.get("/".join(k.key for k in path))
-        return leaf if ids is None else optim.router_bias_update(leaf, counts[ids], rate)
+        if ids is None:
+            return leaf
+        counts = report.counts_vl if path[-1].key == "bias_vl" else report.counts
+        return optim.router_bias_update(leaf, counts[ids], rate)
 
     return jax.tree_util.tree_map_with_path(update, params)
 

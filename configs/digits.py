@@ -1,0 +1,47 @@
+"""Reading three-digit numbers off small pictures."""
+
+from dsflash_jax.config import Compute, Config, VisionConfig
+from train.config import Run
+from train.data import Data
+from train.optim import Optim
+
+model = Config(
+    vocab_size=264,  # 256 bytes, 3 special ids and the image token, filled up to a multiple of 8
+    image_token_id=259,
+    hidden_size=64,
+    moe_intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    head_dim=32,
+    qk_rope_head_dim=16,
+    q_lora_rank=48,
+    o_lora_rank=48,
+    o_groups=2,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=24,
+    compress_ratios=(0,),
+    kv_source_layer_ids=(),
+    index_source_layer_ids=(),
+    index_n_heads=4,
+    index_head_dim=16,
+    index_topk=8,
+    hc_mult=2,
+    max_position_embeddings=4096,
+    vision=VisionConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128,
+        patch_size=4, downsample_ratio=2, max_image_tokens=64, min_pixels=16,
+    ),
+).with_modes("S F2 F1 X U")  # fmt: skip
+
+config = Run(
+    model=model,
+    out="runs/digits",
+    steps=400,
+    compute=Compute(dtype="float32", remat="none", query_chunk=32),
+    optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=10, decay_start=0.4, decay_end=1.0),
+    data=Data(source="digits", seq_len=128, batch_size=8),
+    eval_every=40,
+    save_every=100,
+    sample_tokens=0,
+)
