@@ -144,6 +144,19 @@ def test_balance_loss_and_counts_match_a_sum_by_hand():
     np.testing.assert_array_equal(got.counts, np.bincount(real.reshape(-1), minlength=4))
 
 
+def test_text_and_image_tokens_are_counted_apart_and_padding_for_neither():
+    experts = jnp.asarray([[0, 1], [0, 2], [3, 1], [0, 3], [2, 1]], jnp.int32)
+    routing = moe.Routing(jnp.ones((5, 4)), experts, jnp.ones((5, 2)))
+    groups, image = jnp.asarray([0, 0, 1, -1, -1], jnp.int32), jnp.asarray([False, True, True, True, False])
+    got = moe.loads(routing, groups, 2, C, image)
+    np.testing.assert_array_equal(got.counts, [1, 1, 0, 0])
+    np.testing.assert_array_equal(got.counts_vl, [1, 1, 1, 1])
+    whole = moe.loads(routing, groups, 2, C)
+    np.testing.assert_array_equal(whole.counts, got.counts + got.counts_vl)
+    np.testing.assert_array_equal(whole.counts_vl, 0)
+    assert (float(got.balance), float(got.sequences)) == (float(whole.balance), float(whole.sequences))
+
+
 def test_perfect_balance_has_loss_1():
     experts = jnp.asarray([[0, 1], [2, 3]], jnp.int32)
     got = moe.loads(moe.Routing(jnp.ones((2, 4)), experts, jnp.ones((2, 2))), jnp.zeros(2, jnp.int32), 1, C)

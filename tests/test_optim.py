@@ -500,7 +500,10 @@ def test_every_setting_changes_the_program(change):
 
 def test_the_list_of_changes_covers_every_setting():
     changed = {key for change in CHANGES for key in change}
-    assert {f.name for f in dataclasses.fields(Optim)} - changed == {"bias_rate"}  # read by the training step
+    assert {f.name for f in dataclasses.fields(Optim)} - changed == {
+        "bias_rate",  # read by the training step
+        *("vision_start", "vision_rate"),  # of image towers, see test_freeze.py
+    }
 
 
 def test_updates_and_state_are_the_same_on_eight_devices(step):

@@ -68,6 +68,9 @@ def _match_tokenizer(c: Config) -> None:
     for key, value in (("bos", tokenizer.BOS), ("eos", tokenizer.EOS), ("pad", tokenizer.PAD)):
         given = getattr(c, f"{key}_token_id")
         need(given == value, f"model.{key}_token_id={given}, but the byte tokenizer writes {value}: set it to {value}")
+    need(c.vision is None or tokenizer.vocab_size <= c.image_token_id < c.vocab_size,
+         f"model.image_token_id={c.image_token_id} must be an id that no byte has and the vocabulary does: set it to "
+         f"{tokenizer.vocab_size}, with model.vocab_size above it (now {c.vocab_size})")  # fmt: skip
     need(not c.engram_layer_ids or c.engram_compressed_vocab_size == c.vocab_size,
          f"model.engram_compressed_vocab_size={c.engram_compressed_vocab_size}: n-grams of bytes are hashed from the "
          f"ids themselves, so it must equal model.vocab_size={c.vocab_size}")  # fmt: skip
