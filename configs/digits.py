@@ -37,11 +37,15 @@ model = Config(
 config = Run(
     model=model,
     out="runs/digits",
-    steps=400,
+    steps=240,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
-    optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=10, decay_start=0.4, decay_end=1.0),
+    # The tower starts from nothing, so it trains at once and like all else.
+    optim=Optim(
+        peak=1.5e-2, final=1e-3, warmup_steps=10, decay_start=0.4, decay_end=1.0, vision_start=0.0, vision_rate=1.0
+    ),
     data=Data(source="digits", seq_len=128, batch_size=8),
     eval_every=40,
-    save_every=100,
-    sample_tokens=0,
+    save_every=40,
+    sample_tokens=4,
+    sample_temperature=0.0,
 )

@@ -297,7 +297,7 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
         text = config.sample_prompt + go_on(prompt)
     else:
         text = "".join(
-            f"{document.text.decode()} read as {go_on(prompt, images)}\n"
+            f"{document.text.decode()} read as {go_on(prompt, images)!r}\n"
             for document, prompt, images in data.shown(config.data, c, READ)
         )
     (out / "sample.txt").write_text(text)
