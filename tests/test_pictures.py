@@ -150,6 +150,13 @@ def test_a_position_in_the_data_gives_the_same_pictures_again(run: Run) -> None:
     assert_equal(next(straight), next(resumed))
 
 
+def test_the_image_id_of_a_large_vocabulary_keeps_its_value(run: Run) -> None:
+    large = replace(run.model, vocab_size=129280, image_token_id=129264)
+    small, wide = (next(data.batches(run.data, model=model)) for model in (run.model, large))
+    np.testing.assert_array_equal(np.where(small["tokens"] == 259, 129264, small["tokens"]), wide["tokens"])
+    np.testing.assert_array_equal(small["loss_mask"], wide["loss_mask"])
+
+
 def test_hosts_share_the_rows_of_a_batch(run: Run) -> None:
     parts = [next(batches(run, host=h, hosts=2)) for h in range(2)]
     assert_equal(next(batches(run)), jax.tree.map(lambda *a: np.concatenate(a), *parts))

@@ -63,7 +63,7 @@ class Packed:
 
     documents: tuple[corpus.Document, ...]
     skipped: tuple[str, ...]  # files left out, each with the reason
-    tokens: np.ndarray = field(repr=False)  # uint16: all documents after each other
+    tokens: np.ndarray = field(repr=False)  # uint16 where it holds the ids: all documents after each other
     starts: np.ndarray = field(repr=False)  # int64 [pieces]
     lengths: np.ndarray = field(repr=False)  # int64 [pieces]
     owners: np.ndarray = field(repr=False)  # int64 [pieces]: the document of a piece
@@ -148,9 +148,10 @@ def shown(data: Data, model: Config, count: int) -> Iterator[tuple[corpus.Docume
 
 
 def prompt_and_text(document: corpus.Document, model: Config | None) -> np.ndarray:
-    """All ids of a document, uint16."""
+    """All ids of a document, in the smallest type that holds every id."""
     ids = np.concatenate([prompt(document, model), tokenizer.encode(document.text), np.array([tokenizer.EOS])])
-    return ids.astype(np.uint16)
+    largest = tokenizer.vocab_size if model is None or model.vision is None else model.image_token_id
+    return ids.astype(np.min_scalar_type(largest))
 
 
 def _grid(picture: corpus.Picture, model: Config | None) -> tuple[int, int]:
