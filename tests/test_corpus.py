@@ -89,7 +89,7 @@ def test_bad_line_raises_with_file_and_line_number(tmp_path, line, got):
 
 def test_missing_empty_and_other_sources_are_refused(tmp_path):
     folder = write(tmp_path, {"a.csv": "x", "none/empty.txt": "", "b.jsonl": "\n"})
-    with pytest.raises(FileNotFoundError, match=r"'nowhere'.*'stdlib', a folder or a \.jsonl file"):
+    with pytest.raises(FileNotFoundError, match=r"'nowhere'.*'stdlib', 'digits', a folder or a \.jsonl file"):
         corpus.load("nowhere")
     with pytest.raises(ValueError, match=r"must be \.jsonl .* got '\.csv'"):
         corpus.load(f"{folder}/a.csv")

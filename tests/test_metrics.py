@@ -38,7 +38,7 @@ def test_a_record_is_per_token_by_layer_and_plain_json(tmp_path: Path) -> None:
     f = np.float32
     report = Report(
         f(3.0), CrossEntropy(f(80), f(40), f(10), f(0)), np.array([0, 0.25], f), np.array([1.0, 2.0], f),
-        np.array([[10, 10, 10, 10], [40, 0, 0, 0]], f),
+        np.array([[4, 6, 10, 0], [30, 0, 0, 0]], f), np.array([[6, 4, 0, 10], [10, 0, 0, 0]], f),
     )  # fmt: skip
     fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True))
     made = metrics.record(config, Metrics(report, f(0.5), f(0.125), fine))
@@ -51,7 +51,8 @@ def test_a_record_is_per_token_by_layer_and_plain_json(tmp_path: Path) -> None:
 def test_a_batch_without_targets_divides_by_nothing(tmp_path: Path) -> None:
     config = tiny(write_corpus(tmp_path / "corpus"), tmp_path).model
     zero, none = np.float32(0), np.zeros(2, np.float32)
-    report = Report(zero, CrossEntropy(zero, zero, zero, zero), none, none, np.zeros((2, 4), np.float32))
+    counts = np.zeros((2, 4), np.float32)
+    report = Report(zero, CrossEntropy(zero, zero, zero, zero), none, none, counts, counts)
     fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True))
     made = metrics.record(config, Metrics(report, zero, zero, fine))
     assert (made["nll"], made["accuracy"], made["load_max_over_mean"]) == (0.0, 0.0, [0.0, 0.0])
