@@ -41,15 +41,19 @@ def fill(c: Config) -> dict[str, Any]:
     return map_weights(lambda d: jnp.asarray(draw(d), jnp.float32), model.declare(c))
 
 
-def batch_of(c: Config, images: vision.Images | None, spans: bool = True) -> Batch:
-    """Two rows of text, row 0 with the span; `images` None or of empty slots leave it text to the model."""
+def batch_of(c: Config, images: vision.Images | None, spans: bool = True, second: int = T) -> Batch:
+    """Two rows of text, row 0 with the span; `images` None or of empty slots leave it text to the model.
+
+    A second document starts in each row at index `second`.
+    """
     tokens = np.random.default_rng(1).integers(3, c.vocab_size - 3, (2, T)).astype(np.int32)
     tokens[0, IMAGE] = c.image_token_id
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
+    at = np.arange(T, dtype=np.int32)
+    segments, positions = (np.stack([a, a]) for a in (1 + (at >= second), np.where(at < second, at, at - second)))
     image = np.zeros((2, T), bool)
     image[0, IMAGE] = spans
     rows = engram.rows(tokens % c.engram_compressed_vocab_size, positions, engram.layout(c), 2, image)
-    arrays = (jnp.asarray(a) for a in (tokens, np.ones_like(tokens), positions))
+    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, segments, positions))
     return Batch(*arrays, engram_rows=jnp.asarray(rows), images=jax.tree.map(jnp.asarray, images))
 
 
@@ -141,6 +145,12 @@ def test_groups_are_counted_from_the_document_not_from_the_image(c: Config) -> N
     moved = (latents(0) != latents(1)).any(axis=-1)
     pixels = [(p + 1, p + 2) for p in prompts]  # START comes before the two cells, NEWLINE and END behind
     assert [set(np.flatnonzero(row)) for row in moved] == [{at // 2 for at in both} for both in pixels]
+
+
+def test_pixels_do_not_reach_the_next_document_of_their_row(c: Config, w: dict[str, Any]) -> None:
+    second = IMAGE.stop + 2
+    before, after = (run(c, w, batch_of(c, pictures(c, seed), second=second))[0] for seed in (0, 5))
+    assert rows_moved(np.asarray(before), after) == (set(range(SPAN + 1, second)), set())
 
 
 @pytest.mark.parametrize(("name", "at"), [("image_newline", NEWLINE), ("image_end", END)])
