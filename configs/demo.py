@@ -43,11 +43,11 @@ model = Config(
 config = Run(
     model=model,
     out="runs/demo",
-    steps=100,
+    steps=80,
     compute=Compute(dtype="float32", remat="none", query_chunk=32),
     optim=Optim(peak=1.5e-2, final=1e-3, warmup_steps=10, decay_start=0.4, decay_end=1.0),
     data=Data(seq_len=256, batch_size=8),
-    eval_every=50,
+    eval_every=40,
     save_every=20,
     sample_tokens=120,
 )
