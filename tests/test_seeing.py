@@ -124,7 +124,7 @@ def test_a_cut_run_goes_on_to_the_same_end(straight: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_tower_alone_is_frozen_at_first(straight: Path, tmp_path: Path) -> None:
-    start = flat(jax.device_get(jax.jit(partial(step.initial, tiny(straight, *OPTIONS)))().params))
+    start = flat(jax.device_get(main.start(tiny(straight, *OPTIONS)).params))
     first, second = (flat(weights_at(straight, at, tmp_path)) for at in (EVERY, 2 * EVERY))
     tower = {n for n in start if n.startswith("vision/") and n != "vision/norm"}
     assert {n for n in start if np.array_equal(start[n], first[n])} == tower

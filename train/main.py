@@ -161,6 +161,11 @@ def row_reader(c: Config) -> sample.RowsOf | None:
     return rows_of
 
 
+def start(config: Run) -> TrainState:
+    """The state that a run starts from; to the bit, for how a program was compiled shows in its last bits."""
+    return _jit(partial(step.initial, config), QUICK)()
+
+
 def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> TrainState:
     """The newest checkpoint, or a fresh state; also says what is about to be trained."""
     size = sum(w.size for w in leaves(model.declare(config.model)).values())
@@ -170,7 +175,7 @@ def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> Tra
     text = f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens"
     metrics.say(console, text)
     if saver.latest() is None:
-        return _jit(partial(step.initial, config), QUICK)()
+        return start(config)
     like = jax.eval_shape(partial(step.initial, config))
     state, position = saver.restore(like)
     batches.set_state(position)
