@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -306,7 +306,7 @@ def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Pa
     config = tiny(corpus, tmp_path, *ENGRAM)
     assert main.run(config) == 0
     state, _ = checkpoint(config)
-    fresh = jax.device_get(jax.jit(partial(main.step.initial, config))()).params["layers"]
+    fresh = jax.device_get(main.start(config)).params["layers"]
     moved = np.any(state.params["layers"]["layer0"]["engram"]["embed"] != fresh["layer0"]["engram"]["embed"], axis=1)
     batches = data.batches(config.data)
     rows_of = main.row_reader(config.model)
