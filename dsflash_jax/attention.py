@@ -16,10 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax.config import Config
 from dsflash_jax.ops import Rounding, exact, linear, rms_norm
+from dsflash_jax.parallel import ONE, Parallel, combine
 from dsflash_jax.params import Weight, Weights, constant, norm, normal
 
 Sizes = tuple[int, int]  # window, chunk
 Keys = list[tuple[Array, Array]]  # (keys, bool [t, k]: which of them each query attends)
+Past = tuple[Array, Array] | None  # window KV [B, window - 1, Dh] and segments of the tokens before row 0
 
 
 def weights(c: Config) -> dict[str, Weight]:
@@ -55,17 +57,19 @@ def window_kv(w: Weights, u: Float[Array, "B T D"], c: Config, rounding: Roundin
     return rms_norm(linear(rounding(u), w["wkv"]), w["kv_norm"], c.rms_norm_eps)
 
 
-def output(w: Weights, o: Float[Array, "B T H Dh"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T D"]:
+def output(
+    w: Weights, o: Float[Array, "B T H Dh"], rounding: Rounding = exact, p: Parallel = ONE
+) -> Float[Array, "B T D"]:
     """Groups of consecutive heads, each through its own low-rank map, then one map to the model width.
 
     The input of `wo_a` is never rounded, although a checkpoint stores that weight in FP8 (architecture section 3).
     """
     b, t = o.shape[:2]
     # The batch axis leads both operands: XLA's CPU back end has no bfloat16 product for it in the middle.
-    grouped = jnp.moveaxis(o.reshape(b, t, c.o_groups, -1), 2, 0)  # [G, B, T, in]
+    grouped = jnp.moveaxis(o.reshape(b, t, w["wo_a"].shape[0], -1), 2, 0)  # [G, B, T, in]
     low = jnp.einsum("gbti,gio->gbto", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
     low = jnp.moveaxis(low, 0, 2).reshape(b, t, -1)  # [B, T, G * Do]
-    return linear(rounding(low), w["wo_b"])
+    return combine(p, linear(rounding(low), w["wo_b"]))
 
 
 def attend(
@@ -78,12 +82,14 @@ def attend(
     *,
     window: int,
     chunk: int,
+    past: Past = None,
 ) -> tuple[Float[Array, "B T H Dh"], Float[Array, "B T H"]]:
     """One softmax over a sliding window and the selected slots: o = sum_k p_k v_k, v = k.
 
     p_k = exp(q . k Dh^-0.5) / (exp(sink) + sum_j exp(q . j Dh^-0.5)). The query at row i attends window keys j with
     i - window < j <= i in its own segment (0 is padding and attends none), and the row slots in `topk` (-1 = absent,
-    no slot twice). A query with nothing to attend gives 0. `kv` and `topk` are None in window-only layers.
+    no slot twice). A query with nothing to attend gives 0. `kv` and `topk` are None in window-only layers. `past` is
+    given where the row goes on from tokens that lie elsewhere; without it nothing stands before row 0.
 
     Returns o in q's dtype and lse = log of the whole denominator, sink included, float32. lse is a constant to
     differentiation: its cotangent is ignored. q and both kv share one dtype; logits, softmax and sums are float32,
@@ -95,8 +101,10 @@ def attend(
     """
     if topk is not None and topk.shape[-1] == 0:  # a row shorter than one slot
         kv = topk = None
-    row = partial(_attend, (min(window, q.shape[1]), min(chunk, q.shape[1])))
-    return jax.vmap(row, in_axes=(0, 0, 0, 0, None, 0))(q, window_kv, kv, topk, sink, segments)
+    window = window if past else min(window, q.shape[1])
+    near, near_segments = _behind(past, window_kv, segments, window)
+    row = partial(_attend, (window, min(chunk, q.shape[1])))
+    return jax.vmap(row, in_axes=(0, 0, 0, 0, None, 0))(q, near, kv, topk, sink, near_segments)
 
 
 def attend_dense(
@@ -109,16 +117,26 @@ def attend_dense(
     *,
     window: int,
     chunk: int,
+    past: Past = None,
 ) -> tuple[Float[Array, "B T H Dh"], Float[Array, "B T H"]]:
     """The oracle of `attend`: T x (T + S) logits and masks, plain differentiation; `chunk` changes nothing."""
     del chunk
-    i, j = jnp.arange(q.shape[1])[None, :, None], jnp.arange(q.shape[1])[None, None, :]
-    near = (i - window < j) & (j <= i) & (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, :, None]
-    keys, mask = window_kv, near
+    keys, key_segments = _behind(past, window_kv, segments, window)
+    i, j = jnp.arange(q.shape[1])[None, :, None], jnp.arange(keys.shape[1])[None, None, :]
+    near = (i <= j) & (j < i + window)  # key j is token j - (window - 1)
+    near &= (segments[:, :, None] == key_segments[:, None, :]) & (segments > 0)[:, :, None]
+    mask = near
     if kv is not None and topk is not None:
-        keys = jnp.concatenate([window_kv, kv], axis=1)
+        keys = jnp.concatenate([keys, kv], axis=1)
         mask = jnp.concatenate([near, jax.vmap(partial(mark, length=kv.shape[1]))(topk)], axis=-1)
     return attend_masked(q, keys, mask, sink)
+
+
+def _behind(past: Past, kv: Array, segments: Array, window: int) -> tuple[Array, Array]:
+    """Window KV and segments with the window - 1 tokens before row 0 in front; without a past, nothing (segment 0)."""
+    pad = lambda x: jnp.pad(x, [(0, 0), (window - 1, 0)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+    join = lambda a, b: jnp.concatenate([a, b], axis=1)  # noqa: E731
+    return (pad(kv), pad(segments)) if past is None else (join(past[0], kv), join(past[1], segments))
 
 
 def attend_masked(
@@ -180,13 +198,13 @@ def _spread(p: Array, x: Array, keys: Array) -> Array:
     return jnp.einsum(spec, p.astype(x.dtype), x, preferred_element_type=jnp.float32)
 
 
-def _halo(x: Array, window: int, chunk: int) -> Array:
-    """x [T, ...] with zero rows (segment 0) for the window before row 0 and for what the last chunk lacks."""
-    return jnp.pad(x, [(window - 1, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1))
+def _filled(x: Array, window: int, chunk: int) -> Array:
+    """Keys [window - 1 + T, ...] with zero rows (segment 0) for the queries that the last chunk lacks."""
+    return jnp.pad(x, [(0, -(x.shape[0] - window + 1) % chunk)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _keys(near: Array, near_segments: Array, kv: Any, start: Array, topk: Any, sizes: Sizes) -> Keys:
-    """What the chunk of queries at row `start` attends: a slice of the halo's window keys, and its selected rows."""
+    """What the chunk of queries at row `start` attends: a slice of the window keys, and its selected rows."""
     window, chunk = sizes
     with jax.named_scope("window"):
         reach = chunk + window - 1  # query i of the chunk is entry i + window - 1, its oldest key entry i
@@ -208,11 +226,10 @@ def _logits(q: Array, keys: Array, mask: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    sizes: Sizes, q: Array, window_kv: Array, kv: Array | None, topk: Array | None, sink: Array, segments: Array
+    sizes: Sizes, q: Array, near: Array, kv: Array | None, topk: Array | None, sink: Array, near_segments: Array
 ) -> tuple[Array, Array]:
-    """`attend` of one row."""
-    window, chunk = sizes
-    near, near_segments = _halo(window_kv, window, chunk), _halo(segments, window, chunk)
+    """`attend` of one row; `near` and its segments start window - 1 tokens before the first query."""
+    near, near_segments = _filled(near, *sizes), _filled(near_segments, *sizes)
     sink = sink.astype(jnp.float32)[None, :]
 
     def step(x: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
@@ -226,7 +243,7 @@ def _attend(
         return o.astype(q.dtype), top + jnp.log(total)
 
     with jax.named_scope("attend"):
-        o, lse = jax.lax.map(step, _per_chunk(chunk, q, topk))
+        o, lse = jax.lax.map(step, _per_chunk(sizes[1], q, topk))
     return unchunk(o, len(q)), unchunk(lse, len(q))
 
 
@@ -245,9 +262,9 @@ def _attend_forward(sizes: Sizes, *inputs: Any) -> tuple[tuple[Array, Array], tu
 def _attend_backward(sizes: Sizes, saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Array | None, ...]:
     """dz = p (do . v - do . o), dq = sum dz k, dk = sum dz q + p do, dsink = -p_sink do . o; p again from lse."""
     q, window_kv, kv, topk, sink, segments, o, lse = saved
-    window, chunk = sizes
+    chunk = sizes[1]
     d_o = cotangents[0]  # that of lse is dropped: lse is a constant
-    near, near_segments = _halo(window_kv, window, chunk), _halo(segments, window, chunk)
+    near, near_segments = _filled(window_kv, *sizes), _filled(segments, *sizes)
     delta = jnp.sum(o.astype(jnp.float32) * d_o.astype(jnp.float32), axis=-1)  # [T, H]
     d_sink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :] - lse) * delta, axis=0)
 
@@ -269,7 +286,7 @@ def _attend_backward(sizes: Sizes, saved: tuple[Any, ...], cotangents: tuple[Arr
     with jax.named_scope("attend_backward"):
         zeros = jax.tree.map(partial(jnp.zeros_like, dtype=jnp.float32), (near, kv))
         (d_near, d_slots), d_q = jax.lax.scan(step, zeros, _per_chunk(chunk, q, topk, d_o, delta, lse))
-    d_window_kv = d_near[window - 1 :][: len(q)].astype(window_kv.dtype)
+    d_window_kv = d_near[: len(window_kv)].astype(window_kv.dtype)
     d_slots = None if kv is None else d_slots.astype(kv.dtype)
     return unchunk(d_q, len(q)), d_window_kv, d_slots, None, d_sink.astype(sink.dtype), None
 

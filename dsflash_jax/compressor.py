@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dsflash_jax.config import Config
 from dsflash_jax.modes import LayerSpec, Mode
 from dsflash_jax.ops import linear, linear32, rms_norm
+from dsflash_jax.parallel import ONE, Parallel, after
 from dsflash_jax.params import Weight, Weights, norm, normal
 
 
@@ -60,7 +61,9 @@ def weights(c: Config, spec: LayerSpec) -> dict[str, Weight]:
     return {"wkv": kv, **gate, "norm": norm(c.head_dim, "kv_latent")}
 
 
-def compress(w: Weights, x: Float[Array, "B T D"], at: Slots, ratio: int, eps: float) -> Float[Array, "B S Dh"]:
+def compress(
+    w: Weights, x: Float[Array, "B T D"], at: Slots, ratio: int, eps: float, p: Parallel = ONE
+) -> Float[Array, "B S Dh"]:
     """Pool each slot's tokens into one latent, before rotation: norm(sum_j softmax_j(g_j) * kv_j).
 
     The softmax is per channel over the tokens of a slot and runs, like both projections, in float32; ratio 1 has no
@@ -69,16 +72,20 @@ def compress(w: Weights, x: Float[Array, "B T D"], at: Slots, ratio: int, eps: f
     """
     if ratio == 1:
         return rms_norm(linear(x, w["wkv"]), w["norm"], eps)
-    kv, gate = (_groups(linear32(x, w[name]), at.shift, ratio) for name in ("wkv", "wgate"))  # [B, S, r, Dh]
+    both = jnp.concatenate([linear32(x, w[name]) for name in ("wkv", "wgate")], axis=-1)
+    groups = _groups(both, after(p, both, ratio - 1), at.shift, ratio)  # [B, S, r, 2 Dh]
+    kv, gate = jnp.split(groups, 2, axis=-1)
     pooled = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2).astype(x.dtype)
     return rms_norm(pooled, w["norm"], eps)
 
 
-def _groups(x: Float[Array, "B T Dh"], shift: Int[Array, "B S"], ratio: int) -> Float[Array, "B S r Dh"]:
-    """The tokens of each slot. Shifted views and a select stay local where a gather would cross shards."""
+def _groups(
+    x: Float[Array, "B T Dh"], tail: Float[Array, "B R Dh"], shift: Int[Array, "B S"], ratio: int
+) -> Float[Array, "B S r Dh"]:
+    """The tokens of each slot; `tail` are the tokens behind x. A group may start at any token of a slot's place."""
     b, _, width = x.shape
     s = shift.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, ratio - 1), (0, 0)))
+    x = jnp.concatenate([x, tail], axis=1)
     out = x[:, : s * ratio].reshape(b, s, ratio, width)
     for k in range(1, ratio):
         moved = x[:, k : k + s * ratio].reshape(b, s, ratio, width)

@@ -157,7 +157,7 @@ def _attend(
     seen = jnp.concatenate([filled, jnp.ones(u.shape[:2], bool)], axis=1)
     mask = jnp.broadcast_to(seen[:, None], (*u.shape[:2], keys.shape[1]))
     o, _ = attention.attend_masked(q, keys, mask, w["attn_sink"])
-    return attention.output(w, rope.rotate(o, at, inverse=True), c, inputs), None
+    return attention.output(w, rope.rotate(o, at, inverse=True), inputs), None
 
 
 def _chain(w: Weights, token: Int[Array, " B"], y: Float[Array, "B J D"], base: Float[Array, "B J V"]) -> Draft:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 from dsflash_jax import primes
 from dsflash_jax.config import Config
 from dsflash_jax.ops import Rounding, exact, linear
+from dsflash_jax.parallel import ONE, Parallel, look_up
 from dsflash_jax.params import Init, Weight, Weights, norm, normal
 
 SEED_STRIDE = 10007  # multipliers of layer l come from generator seed 10007 * l
@@ -203,6 +204,7 @@ def apply(
     image: Bool[Array, "B T"] | None,
     c: Config,
     rounding: Rounding = exact,
+    p: Parallel = ONE,
 ) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
     """x + gate * value, and the gate: one value a token, one gate a copy from the copy's match with its key (float32).
 
@@ -210,7 +212,7 @@ def apply(
     its own mean square, over sqrt(D). Image tokens keep their stream.
     """
     m, d = x.shape[2:]
-    read = w["embed"][rows].astype(x.dtype)  # [B, T, N, width]
+    read = look_up(p, w["embed"], rows, x.dtype)  # [B, T, N, width]
     kv = linear(rounding(read.reshape(*read.shape[:2], -1)), w["wkv"]).astype(jnp.float32)  # [B, T, M + 1, D]
     key, value, x32 = kv[:, :, :m], kv[:, :, m:], x.astype(jnp.float32)
     scale = lambda a: jax.lax.rsqrt(jnp.mean(jnp.square(a), axis=-1) + c.rms_norm_eps)  # noqa: E731

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from dsflash_jax import compressor, moe, quant, rope
+from dsflash_jax import compressor, moe, parallel, quant, rope
 from dsflash_jax.compressor import Slots
 from dsflash_jax.config import Compute, Config, Objective, Quantize
 from dsflash_jax.ops import Rounding, exact
+from dsflash_jax.parallel import ONE, Parallel
 from dsflash_jax.rope import Angles
+from dsflash_jax.sharding import Layout
 
 MIN_BALANCE_TOKENS = 512  # shorter documents of a row form one sequence of the balance loss (training section 3.2)
 
@@ -31,11 +33,17 @@ class Setup:
     compute: Compute
     objective: Objective | None = None  # None computes no auxiliary loss
     quantize: Quantize = Quantize()
+    layout: Layout = Layout()  # devices that it runs on, one by default; see `sharding`
     taps: bool = False  # whether `forward` returns what the draft head reads
 
     def rounding(self, name: str, form: quant.Format) -> Rounding:
         """What the policy field `name` does to a value: the format's straight-through rounding, or nothing."""
         return partial(quant.fake, fmt=form) if getattr(self.quantize, name) else exact
+
+    @property
+    def parallel(self) -> Parallel:
+        """What crosses devices."""
+        return self.layout.parallel
 
     @property
     def inputs(self) -> Rounding:
@@ -65,6 +73,7 @@ class Ctx:
     slots: dict[int, Slots]  # layout of each ratio in use
     slot_angles: dict[int, Angles]  # at the first token of every slot
     groups: Any  # int [B, T]: sequence of the balance loss, -1 for padding
+    n_groups: int = struct.field(pytree_node=False)  # bound of them
     engram_rows: Any = None  # int [B, T, tables, N]
     image: Any = None  # bool [B, T]: tokens of image spans; None without images
     key: Any = None  # draws extra slots for the indexer loss
@@ -101,9 +110,15 @@ class LayerOut:
     taps: Any = None  # float [N, B, T, D]: mean copy of the input stream of each tapped layer, None if not asked for
 
 
-def context(c: Config, batch: Batch, key: Array | None = None) -> Ctx:
-    """Derive `Ctx` from the batch."""
-    slots = {r: compressor.slots(batch.segments, batch.positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
+def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE) -> Ctx:
+    """Derive `Ctx` from the batch.
+
+    Where rows lie on several devices, each sees all their segments and positions, and keeps its part of what follows.
+    """
+    segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
+    slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
+    slots = jax.tree.map(partial(parallel.own, p), slots)
+    groups, n_groups = _balance_groups(segments)
     compressed = rope.frequencies(c, compressed=True)
     return Ctx(
         segments=batch.segments,
@@ -113,14 +128,18 @@ def context(c: Config, batch: Batch, key: Array | None = None) -> Ctx:
         },
         slots=slots,
         slot_angles={r: rope.angles(compressed, at.positions * r) for r, at in slots.items()},
-        groups=_balance_groups(batch.segments),
+        groups=parallel.own(p, groups),
+        n_groups=n_groups,
         engram_rows=batch.engram_rows,
         key=key,
     )
 
 
-def _balance_groups(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Sequence of each token over the whole batch: long documents each their own, the short ones of a row together."""
+def _balance_groups(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], int]:
+    """Sequence of each token over the rows: long documents each their own, the short ones of a row together.
+
+    Padding has -1. Also returns how many numbers there may be.
+    """
     b, t = segments.shape
     per_row = t // MIN_BALANCE_TOKENS + 1
     starts = jnp.concatenate([jnp.ones((b, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
@@ -129,4 +148,4 @@ def _balance_groups(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     long = jnp.take_along_axis(length >= MIN_BALANCE_TOKENS, run, axis=1) & (segments > 0)
     number = jnp.cumsum(starts & long, axis=1)  # 0 is the row's rest
     group = jnp.where(long, number, 0) + jnp.arange(b)[:, None] * per_row
-    return jnp.where(segments > 0, group, -1)
+    return jnp.where(segments > 0, group, -1), b * per_row

@@ -19,6 +19,7 @@ from dsflash_jax.attention import chunks, dot, gather, mark, scatter_add, unchun
 from dsflash_jax.config import Config
 from dsflash_jax.modes import LayerSpec, Mode
 from dsflash_jax.ops import Rounding, contract, exact, linear, rms_norm
+from dsflash_jax.parallel import ONE, Parallel, over_heads
 from dsflash_jax.params import Weight, Weights, norm, normal
 from dsflash_jax.rope import Angles, rotate, rotate_single
 
@@ -123,6 +124,7 @@ def loss(
     extra: int,
     rng: Array | None,
     chunk: int,
+    p: Parallel = ONE,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over queries of KL(p || softmax(I)) on the supervised slots, and the number of queries in it, float32.
 
@@ -147,7 +149,7 @@ def loss(
     if keys.shape[1] == 0:
         return jnp.float32(0), jnp.float32(0)
     kv, attention = jax.lax.stop_gradient((kv, Attention(query, lse, topk, draws, base, visible)))
-    row = partial(_divergence, (keys_set == "dense", min(chunk, q.shape[1])))
+    row = partial(_divergence, (keys_set == "dense", min(chunk, q.shape[1]), p))
     return jnp.sum(jax.vmap(row)(q, w, keys, kv, attention)), jnp.sum(visible > 1, dtype=jnp.float32)
 
 
@@ -248,7 +250,7 @@ class Target(NamedTuple):
     ids: Any  # [t, k] row slots, None when they are all slots of the row
 
 
-def _target(a: Attention, kv: Array, dense: bool) -> Target:
+def _target(a: Attention, kv: Array, dense: bool, p: Parallel) -> Target:
     """The teacher on the supervised slots of one chunk."""
     if dense:
         ids, rows, mask, selected = None, kv, _seen(a.base, a.visible, len(kv)), mark(a.topk, len(kv))
@@ -264,7 +266,7 @@ def _target(a: Attention, kv: Array, dense: bool) -> Target:
     if dense or a.draws is not None:
         unselected = jnp.where((mask & ~selected)[:, None, :], z, -jnp.inf)
         lse = jnp.logaddexp(lse, jax.nn.logsumexp(unselected, axis=-1))
-    log_p = jax.nn.logsumexp(z - lse[..., None], axis=1)
+    log_p = over_heads(p, jax.nn.logsumexp(z - lse[..., None], axis=1))
     mask &= (a.visible > 1)[:, None]
     return Target(jax.nn.log_softmax(jnp.where(mask, log_p, LOWEST), axis=-1), mask, ids)
 
@@ -284,32 +286,35 @@ def _student(q: Array, w: Array, keys: Array, target: Target) -> Array:
     return jnp.sum(jnp.exp(target.log_p) * difference)
 
 
+Static = tuple[bool, int, Parallel]  # whether all visible slots are supervised, queries a chunk, devices
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(static: tuple[bool, int], q: Array, w: Array, keys: Array, kv: Array, attention: Attention) -> Array:
-    """Sum of `_student` over the chunks of one row; `static` is (dense, chunk)."""
-    dense, chunk = static
+def _divergence(static: Static, q: Array, w: Array, keys: Array, kv: Array, attention: Attention) -> Array:
+    """Sum of `_student` over the chunks of one row."""
+    dense, chunk, p = static
 
     def step(x: tuple[Array, Array, Attention]) -> Array:
         q, w, a = x
-        target = _target(a, kv, dense)
+        target = _target(a, kv, dense, p)
         return _student(q, w, keys if dense else gather(keys, target.ids), target)
 
     with jax.named_scope("indexer_loss"):
         return jnp.sum(jax.lax.map(step, jax.tree.map(partial(chunks, size=chunk), (q, w, attention))))
 
 
-def _divergence_forward(static: tuple[bool, int], *inputs: Array | Attention) -> tuple[Array, tuple]:
+def _divergence_forward(static: Static, *inputs: Array | Attention) -> tuple[Array, tuple]:
     return _divergence(static, *inputs), inputs
 
 
-def _divergence_backward(static: tuple[bool, int], saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
+def _divergence_backward(static: Static, saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
     """Chunk by chunk, so that the key gradient is added into one array: autodiff would make a zero one a chunk."""
     q, w, keys, kv, attention = saved
-    dense, chunk = static
+    dense, chunk, p = static
 
     def step(d_keys: Array, x: tuple[Array, Array, Attention]) -> tuple[Array, tuple[Array, Array]]:
         q, w, a = x
-        target = _target(a, kv, dense)
+        target = _target(a, kv, dense, p)
         own = keys if dense else gather(keys, target.ids)
         _, pull = jax.vjp(partial(_student, target=target), q, w, own)
         d_q, d_w, d_own = pull(cotangent)

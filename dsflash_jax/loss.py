@@ -6,6 +6,7 @@ Source: training sections 3.2 and 4.2.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import model
+from dsflash_jax import model, parallel, sharding
 from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
@@ -97,16 +98,20 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
     """Mean cross-entropy a counted token + weighted indexer KL, balance and z terms, and the step's report.
 
     Each layer's KL is a mean over its queries with at least two visible slots; its balance loss a mean over sequences.
-    `setup` must have an objective.
+    `setup` must have an objective. On several devices this is a device's share of the loss, to be added up by the
+    caller, and the report is of all of them.
     """
     c, aim = setup.config, setup.objective
     assert aim is not None, "the loss needs an objective: without one `forward` computes no auxiliary sums"
+    p = setup.parallel
     y, out = model.forward(setup, w, batch, key)
+    head = sharding.fetch(setup.layout, {"head": model.declare(c)["head"]}, w)["head"]
     with jax.named_scope("cross_entropy"):
-        ce = cross_entropy(w["head"], y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
-    index = out.index / jnp.maximum(out.index_count, 1.0)
-    balance = out.loads.balance / jnp.maximum(out.loads.sequences, 1.0)
-    tokens = jnp.maximum(ce.tokens, 1.0)
+        ce = cross_entropy(head, y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+    every = partial(parallel.total, p)
+    index = out.index / jnp.maximum(every(out.index_count), 1.0)
+    balance = out.loads.balance / jnp.maximum(every(out.loads.sequences), 1.0)
+    tokens = jnp.maximum(every(ce.tokens), 1.0)
     loss = ce.nll / tokens
     if aim.z_weight > 0:
         loss += aim.z_weight * ce.z / tokens
@@ -114,4 +119,5 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
         loss += aim.index_weight * jnp.sum(index * jnp.asarray(index_shares(c, aim)))
     if aim.balance_weight > 0:
         loss += aim.balance_weight * jnp.sum(balance)
-    return loss, Report(loss, ce, index, balance, out.loads.counts, out.loads.counts_vl)
+    report = Report(loss, ce, index, balance, out.loads.counts, out.loads.counts_vl)
+    return loss / p.size(p.heads), jax.tree.map(every, report)

@@ -16,9 +16,22 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from dsflash_jax import attention, compressor, engram, hyper, indexer, modes, moe, quant, rope, vision
+from dsflash_jax import (
+    attention,
+    compressor,
+    engram,
+    hyper,
+    indexer,
+    modes,
+    moe,
+    parallel,
+    quant,
+    rope,
+    sharding,
+    vision,
+)
 from dsflash_jax.config import Compute, Config, Objective
-from dsflash_jax.flow import MIN_BALANCE_TOKENS, Batch, Ctx, LayerOut, Setup, Shared, Stream, context
+from dsflash_jax.flow import Batch, Ctx, LayerOut, Setup, Shared, Stream, context
 from dsflash_jax.modes import LayerSpec, Mode, Node, Repeat
 from dsflash_jax.ops import HIGHEST, rms_norm
 from dsflash_jax.params import Weight, Weights, leaves, map_weights, norm, normal
@@ -74,9 +87,8 @@ def _declare_nodes(c: Config, nodes: Sequence[Node]) -> dict[str, Any]:
     return out
 
 
-def init(c: Config, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Fresh weights; each leaf draws from its own key, so a layout never changes them."""
-    declared = declare(c)
+def init(declared: Weights, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Fresh weights of a tree of declarations; each leaf draws from its own key, so a layout never changes them."""
     paths = leaves(declared)
     keys = dict(zip(paths, jax.random.split(key, len(paths)), strict=True))
     made = {path: w.init(keys[path], w.full_shape, dtype) for path, w in paths.items()}
@@ -104,11 +116,12 @@ def layer(
 
     Without an objective the auxiliary sums are zeros of the same structure.
     """
-    c, x = setup.config, stream.x
+    c, x, p = setup.config, stream.x, setup.parallel
+    w = sharding.fetch(setup.layout, declare_layer(c, spec), w)
     if spec.engram is not None:
         with jax.named_scope("engram"):
             assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
-            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], ctx.image, c, setup.inputs)
+            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], ctx.image, c, setup.inputs, p)
             mark(trace, "engram_gate", gate)
     taps = _mean_copy(x)[None][: int(spec.tap)] if setup.taps else None
 
@@ -118,10 +131,9 @@ def layer(
 
     stream, (shared, index), routing = block(setup, w, Stream(x, stream.pre), attend, ctx.image, trace)
     groups = ctx.groups.reshape(-1)
-    n_groups = ctx.groups.shape[0] * (ctx.groups.shape[1] // MIN_BALANCE_TOKENS + 1)
     kl, count = index
     image = None if ctx.image is None else ctx.image.reshape(-1)
-    return stream, shared, LayerOut(kl, count, moe.loads(routing, groups, n_groups, c, image), taps)
+    return stream, shared, LayerOut(kl, count, moe.loads(routing, groups, ctx.n_groups, c, image, p), taps)
 
 
 def _mean_copy(x: Float[Array, "B T M D"]) -> Float[Array, "B T D"]:
@@ -152,7 +164,7 @@ def block(
         collapsed = note("ffn_in", hyper.collapse(x, a.pre))
         v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps).reshape(-1, c.hidden_size)
         of_image = None if image is None else image.reshape(-1)
-        y, routing = moe.apply(w["ffn"], v, of_image, c, setup.compute.experts, setup.inputs)
+        y, routing = moe.apply(w["ffn"], v, of_image, c, setup.compute.experts, setup.inputs, setup.parallel)
         y = note("ffn_out", y.reshape(collapsed.shape))
         x = hyper.expand(y, x, f)
     if trace is not None:
@@ -176,7 +188,7 @@ def attention_sublayer(
 
     Returns the output, what later layers share, and the indexer loss as (sum, count).
     """
-    c, how, aim = setup.config, setup.compute, setup.objective
+    c, how, aim, p = setup.config, setup.compute, setup.objective, setup.parallel
     note = partial(mark, trace)
     at = ctx.angles["compressed" if spec.ratio else "window"]
     inputs, stored = setup.inputs, setup.rounding("window_fp8", quant.Q8)
@@ -206,39 +218,46 @@ def attention_sublayer(
     selected: Array | None = shared.topk if spec.ratio else None
     attend = attention.attend if how.attention == "sparse" else attention.attend_dense
     o, lse = attend(
-        q, window_kv, kv, selected, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk
-    )
+        q, window_kv, kv, selected, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk,
+        past=parallel.past(p, window_kv, ctx.segments, c.sliding_window - 1),
+    )  # fmt: skip
     if aim is not None and aim.index_weight > 0:
         if spec.selects:
-            index = _index_loss(how, aim, spec, iq, iw, q, lse, shared, ctx)
+            index = _index_loss(setup, spec, iq, iw, q, lse, shared, ctx)
         elif spec.mode is Mode.REUSE and aim.index_teacher == "group_mean":
-            index = _index_loss(how, aim, spec, shared.index_query, shared.index_weight, q, lse, shared, ctx)
-    y = attention.output(w, rope.rotate(o, at, inverse=True), c, inputs)
+            index = _index_loss(setup, spec, shared.index_query, shared.index_weight, q, lse, shared, ctx)
+    y = attention.output(w, rope.rotate(o, at, inverse=True), inputs, p)
     return y, shared, index
 
 
 def _make_kv(
     setup: Setup, spec: LayerSpec, w: Weights, u: Array, shared: Shared, ctx: Ctx, trace: dict[str, Array] | None
 ) -> Shared:
-    """What a Full layer makes of its input: rotated KV, and index keys from the latent before rotation."""
-    c, at = setup.config, ctx.slot_angles[spec.ratio]
-    latent = mark(
-        trace, "latent", compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, c.rms_norm_eps)
-    )
+    """What a Full layer makes of its input: rotated KV, and index keys from the latent before rotation.
+
+    Both of a whole row, gathered at once; this is all that the layers of a unit need of other devices' slots.
+    """
+    c, at, p = setup.config, ctx.slot_angles[spec.ratio], setup.parallel
+    latent = compressor.compress(w["compressor"], u, ctx.slots[spec.ratio], spec.ratio, c.rms_norm_eps, p)
+    latent = mark(trace, "latent", latent)
     keys = setup.rounding("index_fp4", quant.Q4X32)(indexer.keys(w["indexer"], latent, at, c))
     kv = setup.rounding("kv_fp4", quant.Q4X16)(rope.rotate_single(latent, at))
-    return replace(shared, kv=mark(trace, "compress_kv_new", kv), index_keys=mark(trace, "index_k_new", keys))
+    kv, keys = mark(trace, "compress_kv_new", kv), mark(trace, "index_k_new", keys)
+    if p.tokens:
+        kv, keys = jnp.split(parallel.whole(p, jnp.concatenate([kv, keys], axis=-1)), [c.head_dim], axis=-1)
+    return replace(shared, kv=kv, index_keys=keys)
 
 
 def _index_loss(
-    how: Compute, aim: Objective, spec: LayerSpec, iq: Array, iw: Array, q: Array, lse: Array, shared: Shared, ctx: Ctx
+    setup: Setup, spec: LayerSpec, iq: Array, iw: Array, q: Array, lse: Array, shared: Shared, ctx: Ctx
 ) -> tuple[Array, Array]:
     """Indexer KL against this layer's attention."""
-    slots = ctx.slots[spec.ratio]
+    slots, aim = ctx.slots[spec.ratio], setup.objective
+    assert aim is not None
     key = None if ctx.key is None else jax.random.fold_in(ctx.key, ctx.layer)
     return indexer.loss(
         iq, iw, shared.index_keys, q, shared.kv, lse, shared.topk, slots.base, slots.visible,
-        keys_set=aim.index_keys, extra=aim.index_random, rng=key, chunk=how.query_chunk,
+        keys_set=aim.index_keys, extra=aim.index_random, rng=key, chunk=setup.compute.query_chunk, p=setup.parallel,
     )  # fmt: skip
 
 
@@ -331,9 +350,11 @@ def forward(
     """
     if traces is not None:  # an array traced inside a recomputed body could not leave it
         setup = replace(setup, compute=replace(setup.compute, remat="none"))
-    c, dtype = setup.config, jnp.dtype(setup.compute.dtype)
+    c, dtype, p = setup.config, jnp.dtype(setup.compute.dtype), setup.parallel
     w = cast(declare(c), w, dtype)
-    ctx, x = context(c, batch, key), w["embed"][batch.tokens].astype(dtype)
+    w |= sharding.fetch(setup.layout, {name: d for name, d in declare(c).items() if name not in ("layers", "head")}, w)
+    key = None if key is None else parallel.own_key(p, key)
+    ctx, x = context(c, batch, key, p), w["embed"][batch.tokens].astype(dtype)
     if batch.images is not None:
         with jax.named_scope("images"):
             x, image = vision.merge(w, x, batch.images, c, setup.compute)
@@ -366,9 +387,9 @@ class Model(nn.Module):
         # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name. In `apply` it
         # evaluates the function for shapes only.
         assert self.scope is not None
-        made = init(c, self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else None
+        made = init(declare(c), self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else None
         tree = {
-            name: self.param(name, lambda key, n=name: (init(c, key) if made is None else made)[n])
+            name: self.param(name, lambda key, n=name: (init(declare(c), key) if made is None else made)[n])
             for name in declare(c)
         }
         y, out = forward(Setup(c, self.compute, objective), tree, batch)

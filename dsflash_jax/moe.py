@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dsflash_jax import parallel
 from dsflash_jax.config import Config
 from dsflash_jax.ops import Rounding, contract, exact, linear32, swiglu
+from dsflash_jax.parallel import ONE, Parallel
 from dsflash_jax.params import Weight, Weights, constant, normal
 
 BLOCK_ROWS = 128  # rows of one block of the blocked product; on 2 CPU cores 64..256 were equal within 10 %
@@ -97,27 +99,33 @@ def route(w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c
 
 
 def loads(
-    r: Routing, groups: Int[Array, " N"], n_groups: int, c: Config, image: Bool[Array, " N"] | None = None
+    r: Routing,
+    groups: Int[Array, " N"],
+    n_groups: int,
+    c: Config,
+    image: Bool[Array, " N"] | None = None,
+    p: Parallel = ONE,
 ) -> Loads:
     """Expert counts and the sequence balance loss; `groups` numbers the sequences, -1 is padding.
 
     Text and `image` tokens are counted apart, for each has its own router bias; in a sequence they balance together.
 
     Per sequence of n tokens: sum_e f_e P_e with f_e = E / (A n) * choices of e (no gradient) and P_e the mean of the
-    affinities normalised to sum 1 (training section 3.2).
+    affinities normalised to sum 1 (training section 3.2). Where rows lie on several devices, each returns its tokens'
+    share of these sums.
     """
     real = groups >= 0
     ids = jnp.where(real, groups, n_groups)  # padding goes to a bin that is cut off
     sums = lambda a: jax.ops.segment_sum(a, ids, n_groups + 1)[:-1]  # noqa: E731
     chosen = jax.nn.one_hot(r.experts, c.n_routed_experts, dtype=jnp.float32).sum(axis=1)
-    counts = sums(chosen)  # [groups, E]
+    counts = parallel.total(p, sums(chosen), p.tokens)  # [groups, E]
     share = sums(r.scores / (r.scores.sum(axis=-1, keepdims=True) + 1e-20))
-    tokens = jnp.maximum(sums(jnp.ones_like(ids, jnp.float32)), 1.0)
+    tokens = jnp.maximum(parallel.total(p, sums(jnp.ones_like(ids, jnp.float32)), p.tokens), 1.0)
     term = jnp.sum(counts * share, axis=-1) * c.n_routed_experts / (c.num_experts_per_tok * jnp.square(tokens))
-    number = jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32)
-    if image is None:
-        return Loads(counts.sum(axis=0), jnp.zeros((c.n_routed_experts,), jnp.float32), term.sum(), number)
+    number = jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32) / p.size(p.tokens)
     of = lambda keep: jnp.sum(chosen, axis=0, where=(real & keep)[:, None])  # noqa: E731
+    if image is None:
+        return Loads(of(real), jnp.zeros((c.n_routed_experts,), jnp.float32), term.sum(), number)
     return Loads(of(~image), of(image), term.sum(), number)
 
 
@@ -161,18 +169,34 @@ def grouped_dot(x: Array, w: Array, sizes: Array, how: str) -> Array:
 
 
 def routed(
-    w: Weights, x: Float[Array, "N D"], r: Routing, c: Config, how: str, rounding: Rounding = exact
+    w: Weights,
+    x: Float[Array, "N D"],
+    r: Routing,
+    c: Config,
+    how: str,
+    rounding: Rounding = exact,
+    p: Parallel = ONE,
 ) -> Float[Array, "N D"]:
-    """Sum over a token's experts of weight * expert(x), float32. The weight enters before the down projection."""
-    n, a = r.experts.shape
-    flat = r.experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)  # rows of one expert become neighbours
-    sizes = jnp.bincount(flat, length=c.n_routed_experts).astype(jnp.int32)
-    rows = rounding(x)[order // a]
+    """Sum over a token's experts of weight * expert(x), float32. The weight enters before the down projection.
+
+    Where experts are split, `w` holds this device's: the tokens of all devices that split them are gathered, each
+    device adds up what its experts give, and the sums are scattered back. No token is dropped however they choose.
+    """
+    x, experts, weights = (parallel.gather(p, a, p.experts) for a in (rounding(x), r.experts, r.weights))
+    n, a = experts.shape
+    mine = w["w1"].shape[0]
+    flat = experts.reshape(-1) - parallel.index(p, p.experts) * mine
+    flat = jnp.where((flat >= 0) & (flat < mine), flat, mine)  # the last number: another device's expert
+    order = jnp.argsort(flat, stable=True)  # rows of one expert become neighbours, those of no own one come last
+    sizes = jnp.bincount(flat, length=mine + 1)[:mine].astype(jnp.int32)
+    rows = x[order // a]
     gate, up = (grouped_dot(rows, w[name], sizes, how) for name in ("w1", "w3"))
-    hidden = swiglu(gate, up, c.swiglu_limit) * r.weights.reshape(-1)[order][:, None]
+    hidden = swiglu(gate, up, c.swiglu_limit) * weights.reshape(-1)[order][:, None]
     out = grouped_dot(rounding(hidden.astype(x.dtype)), w["w2"], sizes, how)
-    return out[jnp.argsort(order)].reshape(n, a, -1).sum(axis=1)
+    if p.experts:  # what a grouped product says of rows behind its last group is not defined
+        out = jnp.where((jnp.arange(n * a) < sizes.sum())[:, None], out, 0.0)
+    out = out[jnp.argsort(order)].reshape(n, a, -1).sum(axis=1)
+    return parallel.scatter(p, out, p.experts)
 
 
 def shared(w: Weights, x: Float[Array, "N D"], c: Config, rounding: Rounding = exact) -> Float[Array, "N D"]:
@@ -183,11 +207,17 @@ def shared(w: Weights, x: Float[Array, "N D"], c: Config, rounding: Rounding = e
 
 
 def apply(
-    w: Weights, x: Float[Array, "N D"], image: Bool[Array, " N"] | None, c: Config, how: str, rounding: Rounding = exact
+    w: Weights,
+    x: Float[Array, "N D"],
+    image: Bool[Array, " N"] | None,
+    c: Config,
+    how: str,
+    rounding: Rounding = exact,
+    p: Parallel = ONE,
 ) -> tuple[Float[Array, "N D"], Routing]:
     """Routed plus shared experts, summed in float32 and cast to x's dtype."""
     r = route(w["gate"], x, image, c)
-    out = routed(w["experts"], x, r, c, how, rounding)
+    out = routed(w["experts"], x, r, c, how, rounding, p)
     if c.n_shared_experts:
         out = out + shared(w["shared_experts"], x, c, rounding)
-    return out.astype(x.dtype), r
+    return parallel.combine(p, out).astype(x.dtype), r

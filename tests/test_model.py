@@ -27,7 +27,7 @@ def test_linen_initialises_the_same_tree_and_values():
     key = jax.random.key(4)
     shell = model.Model(SMALL, tiny.STRICT)
     got = tiny.jit(shell.init)(key, tiny.batch(SMALL, tiny.tokens(SMALL, 1, 6)))["params"]
-    want = tiny.jit(lambda key: model.init(SMALL, key))(key)
+    want = tiny.jit(lambda key: model.init(model.declare(SMALL), key))(key)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -44,7 +44,7 @@ def test_linen_applies_forward_and_head():
 
 def test_fresh_leaves_have_their_declared_spread():
     c = dataclasses.replace(SMALL, initializer_range=0.1)
-    w = tiny.jit(lambda key: model.init(c, key))(jax.random.key(0))
+    w = tiny.jit(lambda key: model.init(model.declare(c), key))(jax.random.key(0))
     for path, declared in leaves(model.declare(c)).items():
         leaf = w
         for name in path.split("/"):
@@ -68,7 +68,7 @@ def test_released_parameter_counts(released):
 
 
 def test_released_model_has_shapes_without_allocation(released):
-    w = jax.eval_shape(lambda: model.init(released, jax.random.key(0), jnp.bfloat16))
+    w = jax.eval_shape(lambda: model.init(model.declare(released), jax.random.key(0), jnp.bfloat16))
     assert sum(a.size for a in jax.tree.leaves(w)) == sum(d.size for d in leaves(model.declare(released)).values())
     ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
     rows = jax.ShapeDtypeStruct((1, 4096, 2, 24), jnp.int32)

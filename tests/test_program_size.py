@@ -22,7 +22,7 @@ DEEPER = "S Se 4(F2 5U) F2e 5U F1p 3U 9(X 3U) X 3Ut"
 
 def step(c: Config, how: Compute, length: int) -> jax.stages.Lowered:
     """One value_and_grad of the loss over a row of `length` tokens, lowered from shapes alone."""
-    w = jax.eval_shape(lambda: model.init(c, jax.random.key(0)))
+    w = jax.eval_shape(lambda: model.init(model.declare(c), jax.random.key(0)))
     ids, mask = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1, length), jnp.float32)
     width = (c.engram_max_ngram_size - 1) * c.engram_n_heads
     rows = jax.ShapeDtypeStruct((1, length, len(c.engram_layer_ids), width), jnp.int32)

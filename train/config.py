@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from dsflash_jax.config import Compute, Config, Objective, Quantize, need
 from dsflash_jax.flow import Setup
+from dsflash_jax.sharding import Layout
 from train import tokenizer
 from train.data import Data
 from train.optim import Optim
@@ -23,6 +24,7 @@ class Run:
     steps: int  # optimiser updates
     compute: Compute = field(default_factory=Compute)  # dtype, remat, kernels
     objective: Objective = field(default_factory=Objective)  # auxiliary losses
+    layout: Layout = field(default_factory=Layout)  # devices it runs on
     quantize: Quantize = field(default_factory=Quantize)  # values rounded as in the released model; default none
     optim: Optim = field(default_factory=Optim)  # families and schedule
     data: Data = field(default_factory=Data)  # corpus, rows, batch
@@ -52,7 +54,7 @@ class Run:
     @property
     def setup(self) -> Setup:
         """What the training step runs."""
-        return Setup(self.model, self.compute, self.objective, self.quantize)
+        return Setup(self.model, self.compute, self.objective, self.quantize, self.layout)
 
     @property
     def inference(self) -> Setup:

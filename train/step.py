@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from dsflash_jax import loss, model, modes
+from dsflash_jax import loss, model, modes, sharding
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights, leaves
@@ -61,26 +63,27 @@ class Metrics:
 def initial(run: Run) -> TrainState:
     """The state before the first step."""
     weights_key, loss_key = jax.random.split(jax.random.key(run.seed))
-    params = model.init(run.model, weights_key)
-    tx = optim.build(model.declare(run.model), run.optim, run.steps)
+    declared = declare(run.setup)
+    params = model.init(declared, weights_key)
+    tx = optim.build(declared, run.optim, run.steps)
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key_data(loss_key))
 
 
-def make_step(run: Run) -> Step:
+def make_step(run: Run, mesh: Mesh | None = None) -> Step:
     """The training step of a run, a pure function; jit it with the state donated.
 
     A step whose loss, gradient, new weight or new optimiser state is not finite returns the old state.
     """
-    declared = model.declare(run.model)
+    declared = declare(run.setup)
     tx = optim.build(declared, run.optim, run.steps)
     rates = optim.schedule(run.optim, run.steps)
     trained = partial(freeze.trained, declared, run.optim.vision_start * run.steps)
     layers = bias_layers(run.model)
+    value = total_loss(run.setup, mesh)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        value = partial(loss.total, run.setup, batch=batch, key=key)
-        (total, report), grads = jax.value_and_grad(value, has_aux=True)(state.params)
+        (total, report), grads = jax.value_and_grad(value, has_aux=True)(state.params, batch, key)
         with jax.named_scope("optimiser"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -92,6 +95,31 @@ def make_step(run: Run) -> Step:
         return jax.tree.map(partial(jnp.where, finite.everything), new, state), made
 
     return step
+
+
+def declare(setup: Setup) -> dict[str, Any]:
+    """The weights of a run as its layout stores them."""
+    return sharding.stored(model.declare(setup.config), setup.layout)
+
+
+def total_loss(setup: Setup, mesh: Mesh | None = None) -> Callable[..., tuple[Array, loss.Report]]:
+    """`loss.total` of whole arrays (weights, batch, key); on several devices each adds its share."""
+    at = setup.layout
+    if at.devices == 1:
+        return partial(loss.total, setup)
+    stored = sharding.specs(declare(setup), at)
+
+    def value(w: Weights, batch: Batch, key: Array) -> tuple[Array, loss.Report]:
+        def one(w: Weights, batch: Batch, key: Array) -> tuple[Array, loss.Report]:
+            share, report = loss.total(setup, w, batch, key)
+            return share[None], report
+
+        inside, outside = (stored, sharding.batch_specs(batch, at), P()), (P(at.parallel.everything), P())
+        run = jax.shard_map(one, mesh=mesh, in_specs=inside, out_specs=outside, check_vma=False)
+        shares, report = run(w, batch, key)
+        return shares.sum(), report
+
+    return value
 
 
 def _finite(tree: Any) -> Bool[Array, " leaves"]:

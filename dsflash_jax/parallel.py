@@ -1,0 +1,141 @@
+"""Where a device stands in a mesh, and the collectives that the model uses: every one that exists is called from here.
+
+The model runs inside one `jax.shard_map` over all axes, so its functions see the local part of every array, and what
+crosses devices is written out. On one device each function below is the identity. A function's gradient is that of the
+sum over devices of what they compute, so a device returns its own share of the loss, and nothing is divided twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Which mesh axes split what; an axis of size 1 is left out of every field."""
+
+    rows: Axes = ()  # split the rows of a batch
+    tokens: Axes = ()  # split the tokens of a row, the first axis coarsest
+    experts: Axes = ()  # split the experts; tokens are split over it, too
+    tables: Axes = ()  # split the rows of the n-gram tables
+    heads: Axes = ()  # split attention heads and expert width; these devices hold the same tokens
+    sizes: tuple[tuple[str, int], ...] = ()  # devices along each axis
+
+    def size(self, axes: Axes) -> int:
+        """Devices along the product of `axes`."""
+        sizes = dict(self.sizes)
+        return prod(sizes[a] for a in axes)
+
+    @property
+    def everything(self) -> Axes:
+        """All axes of more than one device."""
+        return tuple(name for name, _ in self.sizes)
+
+
+ONE = Parallel()
+
+
+def total(p: Parallel, x: Any, axes: Axes | None = None) -> Any:
+    """Sum of a constant over the devices of `axes`, by default those that hold different tokens."""
+    axes = (*p.rows, *p.tokens) if axes is None else axes
+    x = jax.lax.stop_gradient(x)
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def combine(p: Parallel, x: Array) -> Array:
+    """Sum of partial results over the devices that split heads or expert width."""
+    return jax.lax.psum(x, p.heads) if p.heads else x
+
+
+def gather(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
+    """The parts of all devices along `axes`, after each other."""
+    return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def scatter(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
+    """The sum over the devices along `axes`, of which each keeps its part: the reverse of `gather`."""
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
+
+
+def index(p: Parallel, axes: Axes) -> Any:
+    """Number of this device along `axes`, the first axis coarsest; 0 on one device."""
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def over_heads(p: Parallel, x: Array) -> Array:
+    """log sum exp over the devices that split heads, of a constant."""
+    if not p.heads:
+        return x
+    top = jax.lax.pmax(x, p.heads)
+    return top + jnp.log(jax.lax.psum(jnp.exp(x - top), p.heads))
+
+
+def look_up(p: Parallel, table: Array, rows: Array, dtype: Any) -> Array:
+    """table[rows] as `dtype`, [..., width]; every device holds some consecutive rows and asks for rows of its own.
+
+    The row numbers of all devices go to all owners; the answers come back summed, for one owner knows each. The table
+    stays where it is, and a row's gradient reaches its owner.
+    """
+    if not p.tables:
+        return table[rows].astype(dtype)
+    asked = gather(p, rows.reshape(-1), p.tables)
+    local = asked - index(p, p.tables) * table.shape[0]
+    known = (local >= 0) & (local < table.shape[0])
+    read = jnp.where(known[:, None], table.at[jnp.where(known, local, 0)].get(mode="clip").astype(dtype), 0)
+    return scatter(p, read, p.tables).reshape(*rows.shape, table.shape[1])
+
+
+def whole(p: Parallel, x: Array, axis: int = 1) -> Array:
+    """The tokens (or slots) of a row from all devices that share it; the gradient goes back to their owners."""
+    return jax.lax.all_gather(x, p.tokens, axis=axis, tiled=True) if p.tokens else x
+
+
+def own(p: Parallel, x: Array, axis: int = 1) -> Array:
+    """This device's part of an array that `whole` made, or that all devices computed alike."""
+    if not p.tokens:
+        return x
+    width = x.shape[axis] // p.size(p.tokens)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(p.tokens) * width, width, axis)
+
+
+def before(p: Parallel, x: Array, count: int) -> Array:
+    """The `count` tokens of [B, T, ...] in front of this device's, zeros in front of the row: [B, count, ...]."""
+    return _reach(p, x, count, 1)
+
+
+def after(p: Parallel, x: Array, count: int) -> Array:
+    """The `count` tokens of [B, T, ...] behind this device's, zeros behind the row: [B, count, ...]."""
+    return _reach(p, x, count, -1)
+
+
+def past(p: Parallel, kv: Array, segments: Array, count: int) -> tuple[Array, Array] | None:
+    """Window KV and segments of the `count` tokens before this device's; None where rows are whole."""
+    return (before(p, kv, count), before(p, segments, count)) if p.tokens else None
+
+
+def _reach(p: Parallel, x: Array, count: int, step: int) -> Array:
+    """Tokens from the neighbours, one hop for each whole shard that `count` spans."""
+    ends = lambda a, n: a[:, a.shape[1] - n :] if step > 0 else a[:, :n]  # noqa: E731
+    if not p.tokens or not count:
+        return jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
+    n, local, parts = p.size(p.tokens), x.shape[1], []
+    for hop in range(-(-count // local)):
+        moved = ends(x, min(local, count - hop * local))
+        pairs = [(i, i + step * (hop + 1)) for i in range(n) if 0 <= i + step * (hop + 1) < n]
+        moved = jax.lax.ppermute(moved, p.tokens, pairs)  # zeros where nobody sends
+        parts.append(moved)
+    return jnp.concatenate(parts[::-1] if step > 0 else parts, axis=1)
+
+
+def own_key(p: Parallel, key: Array) -> Array:
+    """A random key of this device's tokens, the same on devices that hold the same ones."""
+    axes = (*p.rows, *p.tokens)
+    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
