@@ -102,6 +102,20 @@ def declare(setup: Setup) -> dict[str, Any]:
     return sharding.stored(model.declare(setup.config), setup.layout)
 
 
+def state_specs(run: Run) -> TrainState:
+    """How each array of the state is split: optimiser state as the weight that it belongs to, counters not at all."""
+    declared = declare(run.setup)
+    specs = sharding.specs(declared, run.layout)
+    by_name = dict(zip(leaves(declared), jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)), strict=True))
+
+    def spec(path: Any, leaf: Any) -> P:
+        keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]  # partition labels, then the weight's own
+        names = ("/".join(keys[i:]) for i in range(len(keys)))
+        return next((by_name[name] for name in names if name in by_name), P())
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(partial(initial, run)))
+
+
 def total_loss(setup: Setup, mesh: Mesh | None = None) -> Callable[..., tuple[Array, loss.Report]]:
     """`loss.total` of whole arrays (weights, batch, key); on several devices each adds its share."""
     at = setup.layout
