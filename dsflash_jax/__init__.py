@@ -12,6 +12,6 @@ Axis letters, used in every shape:
     Hi, Di     index heads, index width
 
 Logical axes of weights, read by sharding: embed (D), vocab (V), copies (M), mix (hyper-connection outputs), heads,
-head_dim, q_latent, kv_latent, groups, group_in, o_latent, index_heads, index_dim, experts, expert_width,
-ngram_rows, ngram_dim, ngram_in, branch.
+head_dim, q_latent, kv_latent, groups, group_in, o_latent, group_latent, index_heads, index_dim, experts (of a
+router), expert_stack, expert_width, ngram_rows, ngram_dim, ngram_in, branch.
 """

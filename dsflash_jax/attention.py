@@ -38,7 +38,7 @@ def weights(c: Config) -> dict[str, Weight]:
         "kv_norm": norm(c.head_dim, "kv_latent"),
         "attn_sink": Weight((c.num_attention_heads,), ("heads",), constant(0.0), "scalar", float32=True, bare=True),
         "wo_a": Weight((c.o_groups, width, c.o_lora_rank), ("groups", "group_in", "o_latent"), init, matrix=(1, 2)),
-        "wo_b": Weight((c.o_groups * c.o_lora_rank, c.hidden_size), ("o_latent", "embed"), init),
+        "wo_b": Weight((c.o_groups * c.o_lora_rank, c.hidden_size), ("group_latent", "embed"), init),
     }
 
 

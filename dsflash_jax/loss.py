@@ -42,6 +42,7 @@ class Report:
     balance: Any  # float [L]: sequence balance loss
     counts: Any  # float [L, E]: tokens of text each expert was chosen for
     counts_vl: Any  # float [L, E]: tokens of image spans each expert was chosen for
+    dropped: Any  # float [L]: rows that found no room on the way to their expert; a step with one is refused
 
 
 def cross_entropy(
@@ -119,5 +120,5 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
         loss += aim.index_weight * jnp.sum(index * jnp.asarray(index_shares(c, aim)))
     if aim.balance_weight > 0:
         loss += aim.balance_weight * jnp.sum(balance)
-    report = Report(loss, ce, index, balance, out.loads.counts, out.loads.counts_vl)
+    report = Report(loss, ce, index, balance, out.loads.counts, out.loads.counts_vl, out.loads.dropped)
     return loss / p.size(p.heads), jax.tree.map(every, report)

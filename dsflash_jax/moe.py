@@ -5,6 +5,8 @@ Source: architecture section 9, training section 3. No token is dropped and no c
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ class Routing:
     scores: Any  # float [N, E]: unbiased affinities, float32
     experts: Any  # int [N, A]: chosen ids, descending biased affinity
     weights: Any  # float [N, A]: what each chosen expert's output counts, float32
+    dropped: Any = None  # float []: rows that found no room on their way to an expert of another device
 
 
 @struct.dataclass
@@ -38,6 +41,7 @@ class Loads:
     counts_vl: Any  # float [E]: the same by tokens of image spans
     balance: Any  # float []: sum over sequences of the balance term
     sequences: Any  # float []: how many sequences that sum has
+    dropped: Any = None  # float []: rows that no expert saw, see `routed`
 
 
 def weights(c: Config) -> dict[str, object]:
@@ -51,8 +55,8 @@ def weights(c: Config) -> dict[str, object]:
     }
     if c.vision is not None:
         gate["bias_vl"] = bias
-    inward = Weight((e, d, f), ("experts", "embed", "expert_width"), init, matrix=(1, 2))
-    outward = Weight((e, f, d), ("experts", "expert_width", "embed"), init, matrix=(1, 2))
+    inward = Weight((e, d, f), ("expert_stack", "embed", "expert_width"), init, matrix=(1, 2))
+    outward = Weight((e, f, d), ("expert_stack", "expert_width", "embed"), init, matrix=(1, 2))
     out: dict[str, object] = {"gate": gate, "experts": {"w1": inward, "w2": outward, "w3": inward}}
     if c.n_shared_experts:
         inward = Weight((d, f), ("embed", "expert_width"), init)
@@ -125,8 +129,8 @@ def loads(
     number = jnp.sum(counts.sum(axis=-1) > 0).astype(jnp.float32) / p.size(p.tokens)
     of = lambda keep: jnp.sum(chosen, axis=0, where=(real & keep)[:, None])  # noqa: E731
     if image is None:
-        return Loads(of(real), jnp.zeros((c.n_routed_experts,), jnp.float32), term.sum(), number)
-    return Loads(of(~image), of(image), term.sum(), number)
+        return Loads(of(real), jnp.zeros((c.n_routed_experts,), jnp.float32), term.sum(), number, r.dropped)
+    return Loads(of(~image), of(image), term.sum(), number, r.dropped)
 
 
 def ragged_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:
@@ -176,27 +180,57 @@ def routed(
     how: str,
     rounding: Rounding = exact,
     p: Parallel = ONE,
-) -> Float[Array, "N D"]:
-    """Sum over a token's experts of weight * expert(x), float32. The weight enters before the down projection.
+) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
+    """Sum over a token's experts of weight * expert(x), float32; and the rows that found no room, see below.
 
-    Where experts are split, `w` holds this device's: the tokens of all devices that split them are gathered, each
-    device adds up what its experts give, and the sums are scattered back. No token is dropped however they choose.
+    Where experts are split, `w` holds this device's. Without a capacity, the tokens of all devices that split them are
+    gathered, each device adds up what its experts give, and the sums are scattered back: no token is dropped however
+    they choose. With one, every row travels to its expert and back in buckets of capacity * mean rows; a row that finds
+    its bucket full adds nothing and is counted, for the caller to refuse the step.
     """
-    x, experts, weights = (parallel.gather(p, a, p.experts) for a in (rounding(x), r.experts, r.weights))
-    n, a = experts.shape
+    n, a = r.experts.shape
+    mine, shards = w["w1"].shape[0], p.size(p.experts)
+    x, flat, weights = rounding(x), r.experts.reshape(-1), r.weights.reshape(-1)
+    if not p.experts or not p.capacity:
+        x, flat, weights = (parallel.gather(p, v, p.experts) for v in (x, flat, weights))
+        own = flat - parallel.index(p, p.experts) * mine
+        out = own_experts(w, x, jnp.arange(len(own)) // a, own, weights, c, how, rounding)
+        return parallel.scatter(p, out.reshape(len(x), a, -1).sum(axis=1), p.experts), jnp.float32(0)
+    room = min(n * a, ceil(p.capacity * n * a / shards))
+    place, dropped = parallel.buckets(flat // mine, shards, room)
+
+    def sent(values: Array, empty: Any) -> Array:
+        filled = jnp.full((shards * room, *values.shape[1:]), empty, values.dtype).at[place].set(values, mode="drop")
+        return parallel.exchange(p, filled, p.experts)
+
+    rows, ids, weights = sent(x[jnp.arange(n * a) // a], 0), sent(flat % mine, mine), sent(weights, 0)
+    out = own_experts(w, rows, jnp.arange(len(ids)), ids, weights, c, how, rounding)
+    back = parallel.exchange(p, out, p.experts).at[place].get(mode="fill", fill_value=0)
+    return back.reshape(n, a, -1).sum(axis=1), dropped
+
+
+def own_experts(
+    w: Weights,
+    x: Float[Array, "N D"],
+    source: Int[Array, " R"],
+    ids: Int[Array, " R"],
+    weights: Float[Array, " R"],
+    c: Config,
+    how: str,
+    rounding: Rounding,
+) -> Float[Array, "R D"]:
+    """weight * expert(x[source]) of each row whose expert id is one of w's, float32; 0 for all other rows."""
     mine = w["w1"].shape[0]
-    flat = experts.reshape(-1) - parallel.index(p, p.experts) * mine
-    flat = jnp.where((flat >= 0) & (flat < mine), flat, mine)  # the last number: another device's expert
-    order = jnp.argsort(flat, stable=True)  # rows of one expert become neighbours, those of no own one come last
-    sizes = jnp.bincount(flat, length=mine + 1)[:mine].astype(jnp.int32)
-    rows = x[order // a]
+    ids = jnp.where((ids >= 0) & (ids < mine), ids, mine)
+    order = jnp.argsort(ids, stable=True)  # rows of one expert become neighbours, those of none come last
+    sizes = jnp.bincount(ids, length=mine + 1)[:mine].astype(jnp.int32)
+    rows = x[source[order]]
     gate, up = (grouped_dot(rows, w[name], sizes, how) for name in ("w1", "w3"))
-    hidden = swiglu(gate, up, c.swiglu_limit) * weights.reshape(-1)[order][:, None]
+    hidden = swiglu(gate, up, c.swiglu_limit) * weights[order][:, None]
     out = grouped_dot(rounding(hidden.astype(x.dtype)), w["w2"], sizes, how)
-    if p.experts:  # what a grouped product says of rows behind its last group is not defined
-        out = jnp.where((jnp.arange(n * a) < sizes.sum())[:, None], out, 0.0)
-    out = out[jnp.argsort(order)].reshape(n, a, -1).sum(axis=1)
-    return parallel.scatter(p, out, p.experts)
+    if mine < c.n_routed_experts:  # what a grouped product says of rows behind its last group is not defined
+        out = jnp.where((jnp.arange(len(ids)) < sizes.sum())[:, None], out, 0.0)
+    return out[jnp.argsort(order)]
 
 
 def shared(w: Weights, x: Float[Array, "N D"], c: Config, rounding: Rounding = exact) -> Float[Array, "N D"]:
@@ -217,7 +251,7 @@ def apply(
 ) -> tuple[Float[Array, "N D"], Routing]:
     """Routed plus shared experts, summed in float32 and cast to x's dtype."""
     r = route(w["gate"], x, image, c)
-    out = routed(w["experts"], x, r, c, how, rounding, p)
+    out, dropped = routed(w["experts"], x, r, c, how, rounding, p)
     if c.n_shared_experts:
         out = out + shared(w["shared_experts"], x, c, rounding)
-    return parallel.combine(p, out).astype(x.dtype), r
+    return parallel.combine(p, out).astype(x.dtype), replace(r, dropped=dropped)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 Axes = tuple[str, ...]
 
@@ -28,6 +28,7 @@ class Parallel:
     tables: Axes = ()  # split the rows of the n-gram tables
     heads: Axes = ()  # split attention heads and expert width; these devices hold the same tokens
     sizes: tuple[tuple[str, int], ...] = ()  # devices along each axis
+    capacity: float = 0.0  # room of a bucket of `exchange`, times the mean of rows; 0: gather all tokens instead
 
     def size(self, axes: Axes) -> int:
         """Devices along the product of `axes`."""
@@ -63,6 +64,26 @@ def gather(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
 def scatter(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
     """The sum over the devices along `axes`, of which each keeps its part: the reverse of `gather`."""
     return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
+
+
+def buckets(owner: Int[Array, " R"], count: int, room: int) -> tuple[Int[Array, " R"], Array]:
+    """A place for each row in `count` buckets of `room` places, by owner and in order; and how many found none.
+
+    A row without a place gets the number behind the last one. Owners outside 0 .. count - 1 get none, and are not
+    counted.
+    """
+    order = jnp.argsort(owner, stable=True)
+    first = jnp.searchsorted(owner[order], jnp.arange(count, dtype=owner.dtype))
+    real = (owner >= 0) & (owner < count)
+    rank = jnp.zeros_like(owner).at[order].set(jnp.arange(len(owner), dtype=owner.dtype))
+    rank = rank - first.astype(owner.dtype)[jnp.where(real, owner, 0)]
+    fits = real & (rank < room)
+    return jnp.where(fits, owner * room + rank, count * room), jnp.sum(real & ~fits).astype(jnp.float32)
+
+
+def exchange(p: Parallel, x: Array, axes: Axes) -> Array:
+    """Bucket i of [n * room, ...] goes to device i along `axes`; applied to the answers, it brings them back."""
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def index(p: Parallel, axes: Axes) -> Any:

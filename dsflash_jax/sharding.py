@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +24,7 @@ from dsflash_jax.params import Weight, leaves, map_weights
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 STORED = ("fsdp", "expert", "context", "tensor")  # axes that a stored weight is split over, whatever it computes
 COMPUTED = {  # logical axis of a weight -> mesh axis that also splits the computation with it
-    "experts": "expert",
+    "expert_stack": "expert",
     "heads": "tensor", "groups": "tensor", "group_latent": "tensor", "expert_width": "tensor",
 }  # fmt: skip
 ROWS = "ngram_rows"  # split over all of STORED, and looked up where they are
@@ -40,11 +41,14 @@ class Layout:
     context: int = 1  # tokens of a row
     tensor: int = 1  # heads and expert width; all of them work on the same tokens
     expert_splits: str = "rows"  # what the expert axis splits outside the experts: "rows" of the batch, or "tokens"
+    capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all tokens at all experts
     whole: int = 2**16  # matrices of fewer entries are whole on every device, too
 
     def __post_init__(self) -> None:
         for name in AXES:
             need(getattr(self, name) >= 1, f"layout.{name} must be at least 1, got {getattr(self, name)}")
+        need(self.capacity == 0 or self.capacity >= 1,
+             f"layout.capacity is 0 (gather) or at least 1 times the mean, got {self.capacity}")  # fmt: skip
         need(self.expert_splits in ("rows", "tokens"),
              f"layout.expert_splits must be 'rows' or 'tokens', got {self.expert_splits!r}")  # fmt: skip
 
@@ -75,7 +79,9 @@ class Layout:
     def parallel(self) -> Parallel:
         """What the model must know of it."""
         sizes = tuple((a, getattr(self, a)) for a in self.used(*AXES))
-        return Parallel(self.rows, self.tokens, self.used("expert"), self.used(*STORED), self.used("tensor"), sizes)
+        return Parallel(
+            self.rows, self.tokens, self.used("expert"), self.used(*STORED), self.used("tensor"), sizes, self.capacity
+        )
 
     def mesh(self, devices: Any = None) -> Mesh:
         """The mesh over `devices`, by default all there are. Raises ValueError if their number is another."""
@@ -84,7 +90,9 @@ class Layout:
         need(len(devices) == self.devices,
              f"the layout {dict(zip(AXES, shape, strict=True))} takes {self.devices} devices, but there are "
              f"{len(devices)}: change an axis")  # fmt: skip
-        return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+        # An axis may take part of a physical one: 32 of 4 x 4 x 4 chips.
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def weight_spec(name: str, w: Weight, at: Layout) -> P:

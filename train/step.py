@@ -43,11 +43,12 @@ class Finite:
     gradients: Any  # bool [leaves]
     weights: Any  # bool [leaves]: after the update
     optimiser: Any  # bool []: its state after the update
+    routed: Any  # bool []: every row reached its expert
 
     @property
     def everything(self) -> Any:
         """Bool []: no number overflowed or is undefined."""
-        return self.loss & self.gradients.all() & self.weights.all() & self.optimiser
+        return self.loss & self.gradients.all() & self.weights.all() & self.optimiser & self.routed
 
 
 @struct.dataclass
@@ -88,7 +89,9 @@ def make_step(run: Run, mesh: Mesh | None = None) -> Step:
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             params = balance(params, report, layers, run.optim.bias_rate)
-        finite = Finite(jnp.isfinite(total), _finite(grads), _finite(params), _finite(opt_state).all())
+        finite = Finite(
+            jnp.isfinite(total), _finite(grads), _finite(params), _finite(opt_state).all(), report.dropped.sum() == 0
+        )
         grad_norm = optim.grad_norm(declared, trained(grads, state.step))
         made = Metrics(report, grad_norm, jnp.float32(rates(state.step)), finite)
         new = TrainState(state.step + 1, params, opt_state, state.key)
