@@ -79,9 +79,8 @@ class Layout:
     def parallel(self) -> Parallel:
         """What the model must know of it."""
         sizes = tuple((a, getattr(self, a)) for a in self.used(*AXES))
-        return Parallel(
-            self.rows, self.tokens, self.used("expert"), self.used(*STORED), self.used("tensor"), sizes, self.capacity
-        )
+        kept = (self.used("expert"), self.used(*STORED), self.used("tensor"))
+        return Parallel(self.rows, self.tokens, *kept, sizes, self.capacity)
 
     def mesh(self, devices: Any = None) -> Mesh:
         """The mesh over `devices`, by default all there are. Raises ValueError if their number is another."""

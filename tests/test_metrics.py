@@ -35,12 +35,12 @@ def screen_at(start: int, steps: int, terminal: bool = False) -> tuple[metrics.S
 
 def test_a_record_is_per_token_by_layer_and_plain_json(tmp_path: Path) -> None:
     config = tiny(write_corpus(tmp_path / "corpus"), tmp_path).model
-    f = np.float32
+    f, none = np.float32, np.zeros(2, np.float32)
     report = Report(
         f(3.0), CrossEntropy(f(80), f(40), f(10), f(0)), np.array([0, 0.25], f), np.array([1.0, 2.0], f),
-        np.array([[4, 6, 10, 0], [30, 0, 0, 0]], f), np.array([[6, 4, 0, 10], [10, 0, 0, 0]], f),
+        np.array([[4, 6, 10, 0], [30, 0, 0, 0]], f), np.array([[6, 4, 0, 10], [10, 0, 0, 0]], f), none,
     )  # fmt: skip
-    fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True))
+    fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True), np.bool_(True))
     made = metrics.record(config, Metrics(report, f(0.5), f(0.125), fine))
     assert json.loads(json.dumps(made)) == {
         "loss": 3.0, "nll": 2.0, "accuracy": 0.25, "tokens": 40, "learning_rate": 0.125, "grad_norm": 0.5,
@@ -52,8 +52,8 @@ def test_a_batch_without_targets_divides_by_nothing(tmp_path: Path) -> None:
     config = tiny(write_corpus(tmp_path / "corpus"), tmp_path).model
     zero, none = np.float32(0), np.zeros(2, np.float32)
     counts = np.zeros((2, 4), np.float32)
-    report = Report(zero, CrossEntropy(zero, zero, zero, zero), none, none, counts, counts)
-    fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True))
+    report = Report(zero, CrossEntropy(zero, zero, zero, zero), none, none, counts, counts, none)
+    fine = Finite(np.bool_(True), np.ones(3, bool), np.ones(3, bool), np.bool_(True), np.bool_(True))
     made = metrics.record(config, Metrics(report, zero, zero, fine))
     assert (made["nll"], made["accuracy"], made["load_max_over_mean"]) == (0.0, 0.0, [0.0, 0.0])
 

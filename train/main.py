@@ -257,6 +257,9 @@ def _blame(config: Run, made: Metrics) -> str:
         return [f"the {what} of {', '.join(bad[:SHOWN])}{more}"] if bad else []
 
     f = made.finite
+    if not f.routed:
+        return (f"{int(made.report.dropped.sum()):,} rows found no room on the way to their experts: raise "
+                f"layout.capacity={config.layout.capacity:g}, or set it to 0")  # fmt: skip
     parts = [] if f.loss else [f"the loss ({float(made.report.loss)})"]
     parts += some("gradients", f.gradients)
     if not parts:  # a fault of the update, then; otherwise these two only follow

@@ -89,9 +89,8 @@ def make_step(run: Run, mesh: Mesh | None = None) -> Step:
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             params = balance(params, report, layers, run.optim.bias_rate)
-        finite = Finite(
-            jnp.isfinite(total), _finite(grads), _finite(params), _finite(opt_state).all(), report.dropped.sum() == 0
-        )
+        fine = _finite(opt_state).all(), report.dropped.sum() == 0
+        finite = Finite(jnp.isfinite(total), _finite(grads), _finite(params), *fine)
         grad_norm = optim.grad_norm(declared, trained(grads, state.step))
         made = Metrics(report, grad_norm, jnp.float32(rates(state.step)), finite)
         new = TrainState(state.step + 1, params, opt_state, state.key)
