@@ -80,6 +80,11 @@ def cross_entropy(
     return total
 
 
+def head(setup: Setup, w: Weights) -> Float[Array, "V D"]:
+    """The output head, whole."""
+    return sharding.fetch(setup.layout, {"head": model.declare(setup.config)["head"]}, w)["head"]
+
+
 def index_shares(c: Config, aim: Objective) -> np.ndarray:
     """Weight of each layer's indexer KL, [L] float32: 1 for a producer, 1 / group for each layer of a group's mean."""
     shares = np.zeros(c.num_hidden_layers, np.float32)
@@ -106,9 +111,8 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
     assert aim is not None, "the loss needs an objective: without one `forward` computes no auxiliary sums"
     p = setup.parallel
     y, out = model.forward(setup, w, batch, key)
-    head = sharding.fetch(setup.layout, {"head": model.declare(c)["head"]}, w)["head"]
     with jax.named_scope("cross_entropy"):
-        ce = cross_entropy(head, y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+        ce = cross_entropy(head(setup, w), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
     every = partial(parallel.total, p)
     index = out.index / jnp.maximum(every(out.index_count), 1.0)
     balance = out.loads.balance / jnp.maximum(every(out.loads.sequences), 1.0)

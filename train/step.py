@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
-from dsflash_jax import loss, model, modes, sharding
+from dsflash_jax import loss, model, modes, parallel, sharding
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights, leaves
@@ -104,20 +104,6 @@ def declare(setup: Setup) -> dict[str, Any]:
     return sharding.stored(model.declare(setup.config), setup.layout)
 
 
-def state_specs(run: Run) -> TrainState:
-    """How each array of the state is split: optimiser state as the weight that it belongs to, counters not at all."""
-    declared = declare(run.setup)
-    specs = sharding.specs(declared, run.layout)
-    by_name = dict(zip(leaves(declared), jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)), strict=True))
-
-    def spec(path: Any, leaf: Any) -> P:
-        keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]  # partition labels, then the weight's own
-        names = ("/".join(keys[i:]) for i in range(len(keys)))
-        return next((by_name[name] for name in names if name in by_name), P())
-
-    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(partial(initial, run)))
-
-
 def total_loss(setup: Setup, mesh: Mesh | None = None) -> Callable[..., tuple[Array, loss.Report]]:
     """`loss.total` of whole arrays (weights, batch, key); on several devices each adds its share."""
     at = setup.layout
@@ -170,7 +156,15 @@ def balance(params: Weights, report: loss.Report, layers: dict[str, np.ndarray],
     return jax.tree_util.tree_map_with_path(update, params)
 
 
-def evaluate(setup: Setup, params: Weights, batch: Batch) -> loss.CrossEntropy:
+def evaluate(setup: Setup, params: Weights, batch: Batch, mesh: Mesh | None = None) -> loss.CrossEntropy:
     """Cross-entropy sums of a held-out batch; pass a setup without an objective to leave out the auxiliary losses."""
-    y, _ = model.forward(setup, params, batch)
-    return loss.cross_entropy(params["head"], y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+
+    def one(params: Weights, batch: Batch) -> loss.CrossEntropy:
+        y, _ = model.forward(setup, params, batch)
+        ce = loss.cross_entropy(loss.head(setup, params), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+        return jax.tree.map(partial(parallel.total, setup.parallel), ce)
+
+    if mesh is None:
+        return one(params, batch)
+    inside = (sharding.specs(declare(setup), setup.layout), sharding.batch_specs(batch, setup.layout))
+    return jax.shard_map(one, mesh=mesh, in_specs=inside, out_specs=P(), check_vma=False)(params, batch)

@@ -1,0 +1,81 @@
+"""Where a run's arrays lie: the mesh, how the state is split over it, and batches on their way there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsflash_jax import sharding
+from dsflash_jax.flow import Batch
+from dsflash_jax.params import leaves
+from dsflash_jax.sharding import Layout
+from train import step
+from train.config import Run
+from train.step import TrainState
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One device, without a mesh; or all of a layout's."""
+
+    layout: Layout
+    mesh: Mesh | None = None
+    state: Any = None  # sharding of every leaf of the state
+
+    def put(self, batch: Batch) -> Batch:
+        """A batch of which this process holds its own rows, on its devices."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        where = self._shardings(sharding.batch_specs(batch, self.layout))
+        return jax.tree.map(jax.make_array_from_process_local_data, where, batch)
+
+    def abstract(self, batch: Batch) -> Batch:
+        """Shapes, dtypes and places of a batch that does not exist."""
+        if self.mesh is None:
+            return batch
+        where = self._shardings(sharding.batch_specs(batch, self.layout))
+        return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), batch, where)
+
+    def like(self, run: Run) -> TrainState:
+        """Shapes, dtypes and places of the state."""
+        shapes = jax.eval_shape(partial(step.initial, run))
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), shapes, self.state)
+
+    def _shardings(self, specs: Any) -> Any:
+        assert self.mesh is not None
+        return jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+
+def place(run: Run, devices: Any = None) -> Placement:
+    """The placement of a run on `devices`, by default all there are.
+
+    Raises ValueError, with the numbers, if the layout takes another number of devices, or cannot split the batch.
+    """
+    at = run.layout
+    if at.devices == 1:
+        return Placement(at)
+    sharding.check(run.model, run.data.batch_size, run.data.seq_len, at)
+    mesh = at.mesh(devices)
+    return Placement(at, mesh, jax.tree.map(partial(NamedSharding, mesh), state_specs(run)))
+
+
+def state_specs(run: Run) -> TrainState:
+    """How each array of the state is split: optimiser state as the weight that it belongs to, counters not at all."""
+    declared = step.declare(run.setup)
+    specs = sharding.specs(declared, run.layout)
+    by_name = dict(zip(leaves(declared), jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)), strict=True))
+
+    def spec(path: Any, leaf: Any) -> P:
+        keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]  # partition labels, then the weight's own
+        names = ("/".join(keys[i:]) for i in range(len(keys)))
+        return next((by_name[name] for name in names if name in by_name), P())
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(partial(step.initial, run)))
