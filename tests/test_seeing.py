@@ -18,6 +18,7 @@ import pytest
 from tiny_digits import arguments, tiny
 
 from dsflash_jax import cli, loss, model
+from dsflash_jax.flow import Batch
 from dsflash_jax.params import leaves, map_weights
 from dsflash_jax.vision import Images
 from train import data, digits, main, metrics, step
@@ -90,7 +91,7 @@ def test_captions_are_read_off_the_pictures(straight: Path, tmp_path: Path) -> N
     run = tiny(straight, *OPTIONS)
     params = weights_at(straight, STEPS, tmp_path)
     heldout = data.batches(run.data, "heldout", n_batches=run.eval_batches, model=run.model)
-    batches = [main._batch(batch) for batch in heldout]
+    batches = [Batch(**jax.tree.map(jnp.asarray, batch)) for batch in heldout]
     score = jax.jit(partial(step.evaluate, run.inference))
 
     def nats(change: Callable[[Images], Images]) -> float:

@@ -27,6 +27,7 @@ from dsflash_jax.vision import Images
 from train import data, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
+from train.placement import Placement, place
 from train.saver import Saver
 from train.step import Metrics, TrainState
 
@@ -76,19 +77,20 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
     """
     console = Console()
     _check_devices()
-    batches, heldout = _read(config)
+    placement = place(config)
+    batches, heldout = _read(config, placement)
     out = Path(config.out)
     _make_folder(out)
     saver = Saver(config)
     try:
-        state = _start(config, saver, batches, console)
+        state = _start(config, placement, saver, batches, console)
         (out / "config.json").write_text(json.dumps(config.model.to_json(), indent=2) + "\n")
         log = metrics.Log(out / "metrics.jsonl", int(state.step))
         if int(state.step) == config.steps:
             metrics.say(console, f"{out} has reached its last step {config.steps} already: nothing to train")
             stopped = None
         else:
-            state, stopped = _loop(config, state, batches, heldout, saver, log, console, until)
+            state, stopped = _loop(config, placement, state, batches, heldout, saver, log, console, until)
     except NonFinite as error:
         metrics.say(console, f"stopped: {error}")
         _write(json_path, {"status": "not finite", "out": str(out), "step": saver.latest() or 0, "error": str(error)})
@@ -132,7 +134,7 @@ def _check_devices() -> None:
         ) from error
 
 
-def _read(config: Run) -> tuple[Batches, list[Batch]]:
+def _read(config: Run, placement: Placement) -> tuple[Batches, list[Batch]]:
     """Training batches, and the held-out ones; with n-gram rows where the model reads them."""
     rows_of = row_reader(config.model)
 
@@ -141,7 +143,7 @@ def _read(config: Run) -> tuple[Batches, list[Batch]]:
 
     batches = partial(data.batches, config.data, model=config.model, transform=add_rows)
     heldout = batches("heldout", n_batches=config.eval_batches)
-    return batches("train"), [_batch(b) for b in heldout]
+    return batches("train"), [placement.put(Batch(**b)) for b in heldout]
 
 
 def row_reader(c: Config) -> sample.RowsOf | None:
@@ -161,12 +163,16 @@ def row_reader(c: Config) -> sample.RowsOf | None:
     return rows_of
 
 
-def start(config: Run) -> TrainState:
-    """The state that a run starts from; to the bit, for how a program was compiled shows in its last bits."""
-    return _jit(partial(step.initial, config), QUICK)()
+def start(config: Run, placement: Placement | None = None) -> TrainState:
+    """The state that a run starts from; to the bit, for how a program was compiled shows in its last bits.
+
+    Every device makes its own part of it.
+    """
+    where = {} if placement is None or placement.mesh is None else {"out_shardings": placement.state}
+    return _jit(partial(step.initial, config), QUICK, **where)()
 
 
-def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> TrainState:
+def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, console: Console) -> TrainState:
     """The newest checkpoint, or a fresh state; also says what is about to be trained."""
     size = sum(w.size for w in leaves(model.declare(config.model)).values())
     versions = f"jax {jax.__version__}, flax {flax.__version__} on {jax.devices()[0].device_kind}"
@@ -175,9 +181,8 @@ def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> Tra
     text = f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens"
     metrics.say(console, text)
     if saver.latest() is None:
-        return start(config)
-    like = jax.eval_shape(partial(step.initial, config))
-    state, position = saver.restore(like)
+        return start(config, placement)
+    state, position = saver.restore(placement.like(config))
     batches.set_state(position)
     metrics.say(console, f"going on from step {int(state.step)}")
     return state
@@ -185,6 +190,7 @@ def _start(config: Run, saver: Saver, batches: Batches, console: Console) -> Tra
 
 def _loop(
     config: Run,
+    placement: Placement,
     state: TrainState,
     batches: Batches,
     heldout: list[Batch],
@@ -198,13 +204,13 @@ def _loop(
     A step's metrics are read after the next step was started, so that the device never waits for the host; before an
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
-    train = _jit(step.make_step(config), BRISK, donate_argnums=0)
-    score = _jit(partial(step.evaluate, config.inference), BRISK)
+    train = _jit(step.make_step(config, placement.mesh), BRISK, donate_argnums=0, **placement.out_shardings)
+    score = _jit(partial(step.evaluate, config.inference, mesh=placement.mesh), BRISK)
     first, end = int(state.step), min(config.steps, until or config.steps)
     pending: tuple[int, Metrics] | None = None
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
         for at in range(first + 1, end + 1):
-            state, made = train(state, _batch(next(batches)))
+            state, made = train(state, placement.put(Batch(**next(batches))))
             if pending:
                 _report(config, *pending, batches, saver, log, screen)
             pending = (at, made)
@@ -290,6 +296,9 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
     """
     if not config.sample_tokens:
         return None
+    if config.layout.devices > 1:
+        metrics.say(console, "no sample: generation runs on one device")
+        return None
     c = config.model
 
     def go_on(prompt: np.ndarray, images: Images | None = None) -> str:
@@ -320,10 +329,6 @@ def _write(path: Path | None, result: dict[str, Any]) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _batch(arrays: data.Arrays) -> Batch:
-    return Batch(**jax.tree.map(jnp.asarray, arrays))
 
 
 if __name__ == "__main__":

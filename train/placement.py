@@ -28,6 +28,11 @@ class Placement:
     mesh: Mesh | None = None
     state: Any = None  # sharding of every leaf of the state
 
+    @property
+    def out_shardings(self) -> dict[str, Any]:
+        """Where a jitted step leaves the new state, as options of `jax.jit`."""
+        return {} if self.mesh is None else {"out_shardings": (self.state, None)}
+
     def put(self, batch: Batch) -> Batch:
         """A batch of which this process holds its own rows, on its devices."""
         if self.mesh is None:
