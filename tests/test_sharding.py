@@ -27,6 +27,8 @@ LAYOUTS = {
     "fsdp": Layout(fsdp=4),
     "expert, rows": Layout(expert=4),
     "expert, tokens": Layout(expert=4, expert_splits="tokens"),
+    "expert, buckets": Layout(expert=4, capacity=4.0),
+    "fsdp x expert, buckets": Layout(fsdp=2, expert=2, capacity=2.0),
     "context": Layout(context=8),
     "tensor": Layout(tensor=2),
     "fsdp x expert x context": Layout(fsdp=2, expert=2, context=2),
