@@ -47,8 +47,7 @@ ONE = Parallel()
 def total(p: Parallel, x: Any, axes: Axes | None = None) -> Any:
     """Sum of a constant over the devices of `axes`, by default those that hold different tokens."""
     axes = (*p.rows, *p.tokens) if axes is None else axes
-    x = jax.lax.stop_gradient(x)
-    return jax.lax.psum(x, axes) if axes else x
+    return jax.lax.psum(jax.lax.stop_gradient(x), axes) if axes else x
 
 
 def combine(p: Parallel, x: Array) -> Array:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def _equal_steps_are_traced_once() -> Iterator[None]:
     """Runs that differ in folder and rhythm share one step function, so JAX traces it once in this process."""
     make = cache(main.step.make_step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main.step, "make_step", lambda run: make(replace(run, out="any", save_every=1, eval_every=1)))
+        same = partial(replace, out="any", save_every=1, eval_every=1)
+        patch.setattr(main.step, "make_step", lambda run, mesh: make(same(run), mesh))
         yield
 
 

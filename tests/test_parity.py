@@ -43,14 +43,14 @@ def test_every_recorded_array_of_a_prefill_agrees(golden, name):
     assert any(name.startswith("decode") for name in uncovered)  # named, not passed over in silence
 
 
-@pytest.fixture
-def quick(monkeypatch):
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
     """Little time spent on optimising: the programs here run once."""
     monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
 
 
 @pytest.mark.slow
-def test_stored_weights_an_image_and_drafts_agree(golden, quick):
+def test_stored_weights_an_image_and_drafts_agree(golden):
     lines, uncovered = parity.check(golden / "tiny_full")
     assert [line for line in lines if not line.passed] == []
     decodes = ["decode_f32_noquant_after18", "decode_f32_quant_after18"]

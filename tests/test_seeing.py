@@ -42,7 +42,7 @@ def _small_pictures_and_one_trace() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CHANGES.items():
             patch.setattr(digits, name, value)
-        patch.setattr(main.step, "make_step", lambda run: make(replace(run, out="any")))
+        patch.setattr(main.step, "make_step", lambda run, mesh: make(replace(run, out="any"), mesh))
         yield
 
 

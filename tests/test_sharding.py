@@ -19,21 +19,17 @@ from dsflash_jax.sharding import Layout
 from train import optim, step
 from train.optim import Optim
 
-C = dataclasses.replace(tiny.T_ENGRAM, sliding_window=6)
+C = tiny.with_modes("Se F2 F1pe X U", sliding_window=6)
 ROWS, WIDTH = 4, 32
 DOCUMENTS = [[32], [5, 11, 13], [17, 15], [9, 2, 20]]
 LAYOUTS = {
-    "data": Layout(data=4),
-    "fsdp": Layout(fsdp=4),
     "expert, rows": Layout(expert=4),
     "expert, tokens": Layout(expert=4, expert_splits="tokens"),
     "expert, buckets": Layout(expert=4, capacity=4.0),
-    "fsdp x expert, buckets": Layout(fsdp=2, expert=2, capacity=2.0),
     "context": Layout(context=8),
-    "tensor": Layout(tensor=2),
-    "fsdp x expert x context": Layout(fsdp=2, expert=2, context=2),
-    "context x expert on tokens": Layout(data=2, expert=2, context=2, expert_splits="tokens"),
     "data x fsdp x tensor": Layout(data=2, fsdp=2, tensor=2),
+    "fsdp x expert x context, buckets": Layout(fsdp=2, expert=2, context=2, capacity=2.0),
+    "data x context x expert on tokens": Layout(data=2, expert=2, context=2, expert_splits="tokens"),
     "context x tensor": Layout(context=4, tensor=2),
 }
 AIM = Objective(balance_weight=0.01, index_teacher="group_mean")
