@@ -180,6 +180,8 @@ def check(c: Config, batch: int, length: int, at: Layout) -> None:
     """Refuse a batch of `batch` rows of `length` tokens that a layout cannot split; the message has the numbers."""
     rows, tokens = at.size(at.rows), at.size(at.tokens)
     need(batch % rows == 0, f"{batch} rows do not divide over {'x'.join(at.rows)} = {rows} devices: take a multiple")
+    need(c.vision is None or not at.tokens,
+         f"a model with images needs whole rows on a device, but {'x'.join(at.tokens)} splits tokens")  # fmt: skip
     unit = tokens * int(np.lcm.reduce([r for r in c.compress_ratios if r] or [1]))
     need(length % unit == 0,
          f"rows of {length} tokens do not divide over {'x'.join(at.tokens)} = {tokens} devices in whole slots: make "

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_run
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dsflash_jax import model, sharding
+from dsflash_jax import model, parallel, sharding
 from dsflash_jax.config import Objective
 from dsflash_jax.flow import Setup
+from dsflash_jax.params import Weight, norm, normal
 from dsflash_jax.sharding import Layout
-from train import optim, step
+from train import main, metrics, optim, step
 from train.optim import Optim
 
 C = tiny.with_modes("Se F2 F1pe X U", sliding_window=6)
@@ -32,6 +35,7 @@ LAYOUTS = {
     "data x context x expert on tokens": Layout(data=2, expert=2, context=2, expert_splits="tokens"),
     "context x tensor": Layout(context=4, tensor=2),
 }
+NORMAL = normal(0.02)
 AIM = Objective(balance_weight=0.01, index_teacher="group_mean")
 
 
@@ -94,3 +98,55 @@ def test_an_update_is_that_of_one_device(name):
 
     want = padded(updated(Layout()), layout)
     assert max(tiny.worst(updated(layout), want).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("owner", "room", "places", "dropped"),
+    [
+        ([1, 0, 1, 1], 3, [3, 0, 4, 5], 0),
+        ([1, 1, 1, 1], 3, [3, 4, 5, 6], 1),  # 6: behind the last of 2 buckets
+        ([0, 2, -1, 0], 2, [0, 4, 4, 1], 0),  # owners that do not exist have no bucket and are not missed
+        ([], 2, [], 0),
+    ],
+)
+def test_rows_take_places_in_their_owners_bucket_in_order(owner, room, places, dropped):
+    got, missed = parallel.buckets(jnp.asarray(owner, jnp.int32), 2, room)
+    np.testing.assert_array_equal(got, places)
+    assert missed == dropped
+
+
+def test_a_weight_is_split_over_every_axis_but_data_and_small_ones_are_whole():
+    at = Layout(data=2, fsdp=2, expert=2, tensor=2)
+    w = Weight((4, 512, 384), ("expert_stack", "embed", "expert_width"), NORMAL, matrix=(1, 2), stack=(3,))
+    assert sharding.weight_spec("w1", w, at) == P(None, "expert", "fsdp", "tensor")
+    assert sharding.weight_spec("norm", norm(512, "embed"), at) == P(None)
+    small = Weight((16, 8), ("embed", "mix"), NORMAL)
+    assert sharding.weight_spec("small", small, at) == P(None, None)
+
+
+def test_what_does_not_divide_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="w1: its axis expert_stack of 4 does not divide over expert=3 devices"):
+        w = Weight((4, 512, 384), ("expert_stack", "embed", "expert_width"), NORMAL, matrix=(1, 2))
+        sharding.weight_spec("w1", w, Layout(expert=3))
+    with pytest.raises(ValueError, match=r"wkv of shape \(512, 384\): none of its axes divides over fsdp = 5 devices"):
+        sharding.weight_spec("wkv", Weight((512, 384), ("embed", "kv_latent"), NORMAL), Layout(fsdp=5))
+    with pytest.raises(ValueError, match="3 rows do not divide over fsdp = 2 devices"):
+        sharding.check(C, 3, 32, Layout(fsdp=2))
+    with pytest.raises(ValueError, match="rows of 36 tokens do not divide over context = 4 devices in whole .* 8"):
+        sharding.check(C, 4, 36, Layout(context=4))
+    with pytest.raises(ValueError, match=r"takes 16 devices, but there are 8: change an axis"):
+        Layout(fsdp=16).mesh()
+    with pytest.raises(ValueError, match="layout.capacity is 0 .* or at least 1 times the mean, got 0.5"):
+        Layout(capacity=0.5)
+
+
+def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path):
+    corpus = tiny_run.write_corpus(tmp_path / "corpus")
+    changes = ("steps=4", "optim.warmup_steps=1", "optim.decay_start=0.5", "eval_every=4", "data.batch_size=8")
+    layout = ("layout.fsdp=2", "layout.expert=2", "layout.context=2", "layout.whole=0")
+    alone = tiny_run.tiny(corpus, tmp_path / "alone", *changes)
+    split = tiny_run.tiny(corpus, tmp_path / "split", *changes, *layout)
+    assert main.run(alone) == 0
+    assert main.run(split, until=2) == 0 and main.run(split) == 0
+    one, other = (metrics.read(tmp_path / name / "metrics.jsonl", "heldout")[-1] for name in ("alone", "split"))
+    assert other["nats_per_byte"] == pytest.approx(one["nats_per_byte"], rel=1e-3)
