@@ -141,7 +141,7 @@ def test_each_modality_moves_its_own_router_bias(tmp_path: Path) -> None:
     layers, nothing = step.bias_layers(c), loss.CrossEntropy(0, 0, 0, 0)
 
     def moved(counts: np.ndarray, counts_vl: np.ndarray) -> dict[str, Any]:
-        report = loss.Report(0, nothing, 0, 0, jnp.asarray(counts), jnp.asarray(counts_vl))
+        report = loss.Report(0, nothing, 0, 0, jnp.asarray(counts), jnp.asarray(counts_vl), 0)
         return flat(step.balance(params, report, layers, 0.5))
 
     rule = lambda n: 0.5 * np.sign(n.mean(axis=-1, keepdims=True) - n)  # noqa: E731
