@@ -22,6 +22,9 @@ SMALLEST_SPAN = 4  # tokens of the smallest image: START, one IMAGE, its NEWLINE
 EXPERT_STORAGE = ("fp4", "fp8")  # known values of quantization.expert_dtype
 
 
+LARGEST = 2**40  # of any size: above all that exists, and products of a few stay exact in counts
+
+
 def need(ok: bool, message: str) -> None:
     """Raise ValueError(message) unless `ok`."""
     if not ok:
@@ -101,6 +104,8 @@ def _at_least(least: int, record: Any, keys: str, prefix: str = "", why: str = "
     for key in keys.split():
         value = getattr(record, key)
         need(value >= least, f"{prefix}{key} must be at least {least}, got {value}{why}")
+        need(value <= LARGEST, f"{prefix}{key} must be at most {LARGEST}, got {value:.3g}" if value < 10**300 else
+             f"{prefix}{key} must be at most {LARGEST}, got a number of {len(str(value))} digits")  # fmt: skip
 
 
 def _positive(record: Any, keys: str, prefix: str = "") -> None:

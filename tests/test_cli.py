@@ -180,7 +180,7 @@ def test_run_folder_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / "text" / f"{i}.txt").write_text("some text " * 20)
     (tmp_path / "file").write_text("")
     assert status(["train", "demo", f"data.source={tmp_path / 'text'}", "data.holdout=2", f"out={tmp_path}/file"]) == 2
-    assert "cannot be a folder" in capsys.readouterr().err
+    assert "cannot be the folder of a run" in capsys.readouterr().err
 
 
 def test_help_does_not_import_jax() -> None:

@@ -1,6 +1,7 @@
 """Corpora are read in one order, split in one way, and refused in plain words."""
 
 import json
+import os
 import sysconfig
 
 import pytest
@@ -60,7 +61,7 @@ def test_folder_is_read_recursively_in_path_order_and_bad_files_are_listed(tmp_p
     assert read.skipped == (
         "bad.txt (not UTF-8 at byte 2)",
         "empty.py (empty)",
-        "gone.txt (unreadable: No such file or directory)",
+        "gone.txt (no regular file)",
     )
 
 
@@ -127,3 +128,15 @@ def test_digest_tells_names_texts_and_order_apart():
     a, b = corpus.Document("a", b"bc", 0), corpus.Document("ab", b"c", 0)
     digests = {corpus.digest(d) for d in ((a,), (b,), (a, b), (b, a))}
     assert len(digests) == 4
+
+
+def test_a_pipe_is_skipped_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "text.txt").write_text("text")
+    assert corpus.load(str(tmp_path)).skipped == ("pipe.txt (no regular file)",)
+
+
+@pytest.mark.parametrize("source", ["~nobody-of-this-name/x", "x" * 5000])
+def test_what_cannot_be_a_path_is_refused_in_one_line(source):
+    with pytest.raises(ValueError, match="this cannot be a path"):
+        corpus.load(source)

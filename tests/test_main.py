@@ -321,3 +321,21 @@ def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Pa
 def test_ngram_memory_over_another_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="engram_compressed_vocab_size=99092: .* model.vocab_size=264"):
         tiny(corpus, tmp_path, *ENGRAM, "model.engram_compressed_vocab_size=99092")
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "loss.png", "sample.txt"])
+def test_a_folder_where_a_file_will_be_is_refused_before_training(name: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"cannot be the folder of a run: its {name} is a folder"):
+        main.run(tiny(corpus, tmp_path / "run"))
+
+
+def test_a_file_where_checkpoints_will_be_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match="cannot be the folder of a run: its checkpoints is a file"):
+        main.run(tiny(corpus, tmp_path))
+
+
+def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
+    assert main.run(tiny(corpus, tmp_path, "data.holdout=0", "sample_tokens=0"), until=1) == 0
+    assert metrics.read(tmp_path / "metrics.jsonl", "heldout") == []

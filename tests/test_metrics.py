@@ -138,3 +138,11 @@ def test_text_with_brackets_and_long_text_is_shown_as_it_is() -> None:
     text = "a list[int] of [red] things: " + "x" * 200
     metrics.say(Console(file=shown, width=40), text)
     assert shown.getvalue() == text + "\n"
+
+
+@pytest.mark.parametrize("line", ["", "no JSON", "[1]", "3", '{"kind": "train"}', '{"step": 1}', "[" * 100000])
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: expected a JSON object with kind and step, .* remove this"):
+        metrics.Log(path, 5)

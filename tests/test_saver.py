@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from dsflash_jax import model
 from dsflash_jax.config import Config
 from dsflash_jax.params import leaves
 from train.config import Run
-from train.saver import Saver
+from train.saver import NotSaved, Saver
 from train.step import TrainState
 
 POSITION = {"step": 3, "split": "train"}
@@ -149,3 +150,30 @@ def test_what_may_change_freely_does(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     with opened(tiny(tmp_path / "moved", Path(run.out), *free)) as saver:
         assert saver.restore(jax.eval_shape(lambda: STATE))[1] == POSITION
+
+
+@pytest.mark.parametrize("part", ["data/metadata", "run/metadata", "state/_METADATA", "state", "run", ""])
+def test_a_damaged_checkpoint_is_named_with_the_way_out(part: str, run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(at(1), POSITION)
+        saver.save(at(2), POSITION)
+    victim = saver.folder / "2" / part
+    if victim.is_file():
+        victim.write_bytes(victim.read_bytes()[:20])
+    else:
+        shutil.rmtree(victim)
+        victim.mkdir()
+    with opened(run) as saver, pytest.raises(ValueError, match=r"2 is damaged \(.+\); remove .* to go on from step 1"):
+        saver.restore(jax.eval_shape(lambda: STATE))
+
+
+def test_a_checkpoint_that_cannot_be_written_says_what_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(run) as saver:
+        saver.save(at(1), POSITION)
+
+        def full(*args: Any, **options: Any) -> bool:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(saver._manager, "save", full)
+        with pytest.raises(NotSaved, match=r"step 2 could not .*No space left.*; the checkpoint of step 1 is kept"):
+            saver.save(at(2), POSITION)

@@ -76,7 +76,11 @@ def load(source: str) -> Corpus:
         raise ValueError(f"data.source is empty: expected {STDLIB!r}, {DIGITS!r}, a folder or a .jsonl file")
     if source == DIGITS:
         return Corpus(source, tuple(_pictures()), ())
-    path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source).expanduser()
+    try:
+        path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user, a NUL
+        raise ValueError(f"data.source={source[:80]!r}: this cannot be a path: {error}") from error
     if source != STDLIB and not path.exists():
         raise FileNotFoundError(
             f"data.source={source!r}: expected {STDLIB!r}, {DIGITS!r}, a folder or a .jsonl file, "
@@ -181,6 +185,8 @@ def _wanted(name: str, library: bool) -> bool:
 def _read(path: Path) -> tuple[bytes, str | None]:
     """The bytes of a file, or why it cannot be a document."""
     try:
+        if not path.is_file():  # a pipe would never end
+            return b"", "no regular file"
         text = path.read_bytes()
         text.decode("utf-8")
     except OSError as error:
@@ -204,7 +210,7 @@ def _text(line: bytes, where: str) -> bytes:
     expected = f"{where}: expected a JSON object with a string field 'text'"
     try:
         record = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise ValueError(f"{expected}, got what cannot be read: {error}; correct or remove the line") from error
     fields = record if isinstance(record, dict) else {}
     text = fields.get("text")

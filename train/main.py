@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EISDIR, ENOTDIR
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,10 +29,11 @@ from train import data, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
 from train.placement import Placement, place
-from train.saver import Saver
+from train.saver import NotSaved, Saver
 from train.step import Metrics, TrainState
 
 QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs once, a bit more for the steps
+FILES = ("config.json", "metrics.jsonl", "loss.png", "sample.txt")  # what a run leaves beside its checkpoints
 AS_ASKED = "as asked"  # why a run stopped at the step `until`
 READ = 8  # held-out pictures that the sample at the end reads
 SHOWN = 3  # names that a message lists before it counts the rest
@@ -70,7 +72,7 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
     """Train to the end, or from the newest checkpoint to the end; returns the exit status.
 
     0: the last step was reached, now or before; or a signal, or the step `until`, made it save and leave.
-    1: a number was not finite; nothing of that step was kept.
+    1: a number was not finite, and nothing of that step was kept; or a checkpoint could not be written.
     Leaves checkpoints, metrics.jsonl, loss.png, config.json and sample.txt in `config.out`, and the result in
     `json_path`. Raises ValueError or FileNotFoundError, before anything is trained, for a run that cannot be: no
     device, no text, or a folder that holds the checkpoints of another run.
@@ -91,9 +93,10 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
             stopped = None
         else:
             state, stopped = _loop(config, placement, state, batches, heldout, saver, log, console, until)
-    except NonFinite as error:
+    except (NonFinite, NotSaved) as error:
         metrics.say(console, f"stopped: {error}")
-        _write(json_path, {"status": "not finite", "out": str(out), "step": saver.latest() or 0, "error": str(error)})
+        status = "not finite" if isinstance(error, NonFinite) else "not saved"
+        _write(json_path, {"status": status, "out": str(out), "step": saver.latest() or 0, "error": str(error)})
         return 1
     finally:
         saver.close()
@@ -105,16 +108,27 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
         metrics.say(console, text)
     else:
         result["sample"] = _sample(config, state, out, console)
-        metrics.say(console, f"checkpoints, metrics.jsonl, loss.png and sample.txt are in {out}")
+        sampled = " and sample.txt" if result["sample"] is not None else ""
+        metrics.say(console, f"checkpoints, metrics.jsonl, loss.png{sampled} are in {out}")
     _write(json_path, result)
     return 0
 
 
 def _make_folder(out: Path) -> None:
+    """Make the folder of a run and try whether its files can be written, before anything is trained."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"out={str(out)!r} cannot be a folder: {error.strerror}; give another one") from error
+        for name in FILES:
+            if (out / name).is_dir():
+                raise IsADirectoryError(EISDIR, f"its {name} is a folder")
+        if (out / "checkpoints").is_file():
+            raise NotADirectoryError(ENOTDIR, "its checkpoints is a file")
+        probe = out / ".writable"
+        probe.write_text("a run must be able to write here\n")
+        probe.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"out={str(out)!r} cannot be the folder of a run: {reason}; give another one") from error
 
 
 def _jit(function: Any, effort: int, **options: Any) -> Any:
@@ -135,14 +149,14 @@ def _check_devices() -> None:
 
 
 def _read(config: Run, placement: Placement) -> tuple[Batches, list[Batch]]:
-    """Training batches, and the held-out ones; with n-gram rows where the model reads them."""
+    """Training batches and held-out ones, if anything is held out; with n-gram rows where the model reads them."""
     rows_of = row_reader(config.model)
 
     def add_rows(batch: data.Arrays) -> data.Arrays:
         return batch if rows_of is None else batch | {"engram_rows": rows_of(batch["tokens"], batch["positions"])}
 
     batches = partial(data.batches, config.data, model=config.model, transform=add_rows)
-    heldout = batches("heldout", n_batches=config.eval_batches)
+    heldout = batches("heldout", n_batches=config.eval_batches) if config.data.holdout else ()
     return batches("train"), [placement.put(Batch(**b)) for b in heldout]
 
 
@@ -216,7 +230,7 @@ def _loop(
             pending = (at, made)
             asked = stop.asked or (AS_ASKED if at == end else None)
             last = at == config.steps
-            evaluates = last or at % config.eval_every == 0
+            evaluates = bool(heldout) and (last or at % config.eval_every == 0)
             saves = last or asked is not None or at % config.save_every == 0
             if not evaluates and not saves:
                 continue

@@ -41,10 +41,22 @@ def record(c: Config, m: Metrics) -> dict[str, Any]:
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, of one kind or all; none if there is no file.
 
-    A last line that a killed process left unfinished does not count.
+    A last line that a killed process left unfinished does not count. Raises ValueError, with file and line, for any
+    other that is not one of `Log.write`.
     """
     whole = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")] if path.exists() else []
-    return [line for line in map(json.loads, whole) if kind in (None, line["kind"])]
+    lines = [_line(text, f"{path}:{number}") for number, text in enumerate(whole, 1)]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def _line(text: str, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        line = None
+    if not isinstance(line, dict) or "kind" not in line or type(line.get("step")) is not int:
+        raise ValueError(f"{where}: expected a JSON object with kind and step, got {text[:40]!r}; remove this line")
+    return line
 
 
 class Log:

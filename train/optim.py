@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import pi, sqrt
+from math import isfinite, pi, sqrt
 from typing import Any, Literal
 
 import jax
@@ -66,6 +66,8 @@ class Optim:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        for key, value in vars(self).items():
+            need(not isinstance(value, float) or isfinite(value), f"optim.{key} must be finite, got {value}")
         need(0 <= self.final <= self.peak, f"optim needs 0 <= final <= peak, got final={self.final}, peak={self.peak}")
         need(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
         need(0 <= self.decay_start < self.decay_end <= 1,

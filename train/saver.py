@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ from train.step import TrainState
 
 IDENTITY = ("model", "objective", "quantize", "optim", "data", "steps", "seed")  # what a continued run must not change
 FREE = ("source", "prefetch")  # of data: the documents are compared by their content when the position is restored
+
+
+class NotSaved(RuntimeError):
+    """A checkpoint could not be written; the message says why and what is left."""
 
 
 class Saver:
@@ -48,7 +54,16 @@ class Saver:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), run=ocp.args.JsonSave(self._identity)
         )
-        if not self._manager.save(step, args=args):
+        try:
+            saved = self._manager.save(step, args=args)
+        except Exception as error:  # a full disk, mostly; what the layers below raise has no common type
+            kept = self.latest()
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise NotSaved(
+                f"step {step} could not be saved in {self.folder} ({reason[0][:120]}); "
+                + ("there is no older checkpoint" if kept is None else f"the checkpoint of step {kept} is kept")
+            ) from error
+        if not saved:
             raise RuntimeError(
                 f"{self.folder}: step {step} was not saved, the newest one there is of step {self.latest()}. "
                 "Two runs that write into one folder do this: give each its own out=..."
@@ -61,7 +76,8 @@ class Saver:
         shapes or dtypes than `like`; the message names each.
         """
         step = self.latest()
-        saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        with self._damage(step):
+            saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         changed = sorted(_differences("", saved, self._identity))
         if changed:
             raise ValueError(
@@ -71,12 +87,27 @@ class Saver:
             )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         # Before anything is read: Orbax converts dtypes without a word, and a read that fails leaves others running.
-        wrong = sorted(_differences("", _arrays(self._manager.item_metadata(step)["state"].tree), _arrays(like)))
+        with self._damage(step):
+            stored = _arrays(self._manager.item_metadata(step)["state"].tree)
+        wrong = sorted(_differences("", stored, _arrays(like)))
         if wrong:
             raise ValueError(f"{self.folder}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=args)
+        with self._damage(step):
+            restored = self._manager.restore(step, args=args)
         return restored["state"], restored["data"]
+
+    @contextmanager
+    def _damage(self, step: int | None) -> Iterator[None]:
+        """Turn what Orbax raises while it reads a checkpoint, of whatever type, into one line with a way out."""
+        try:
+            yield
+        except Exception as error:
+            older = [s for s in self._manager.all_steps() if s != step]
+            way = f"go on from step {max(older)}" if older else "start anew"
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            where = self.folder / str(step)
+            raise ValueError(f"{where} is damaged ({reason[0][:120]}); remove that folder to {way}") from error
 
     def close(self) -> None:
         """Finish writing and release the folder."""
