@@ -16,6 +16,13 @@ from typing import Any, NoReturn
 from dsflash_jax.config import hint
 
 WRONG_USE = 2
+LEGEND = """Print the mode string, the layer table and the plan of scans; refuse an illegal table with its layer and fix.
+
+S     window only
+F2    makes keys and values, 2 tokens a slot, and selects among them
+X U   selects anew, reuses what was selected
+p e t   flags: picks candidate blocks for later X layers, has n-gram memory, feeds the draft head
+2(F2 3U)   twice F2 U U U"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser, names = build_parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         refuse(f"unknown subcommand {arguments[0]!r}{hint(arguments[0], names)} (there are: {', '.join(names)})")
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(parsed, "overrides") or any("=" not in x or x.startswith("-") for x in rest)):
+        refuse(f"unexpected {' '.join(rest)} (see dsflash {arguments[0]} --help)")
+    if rest:  # overrides behind an option: argparse takes them in one place only
+        parsed.overrides = [*parsed.overrides, *rest]
     check_writable(parsed.json)
     return int(parsed.function(parsed))
 
@@ -88,7 +99,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
         run_modes,
         "modes",
         "show and check the layers of a configuration or of a mode string",
-        "Print the mode string, the layer table and the plan of scans; refuse an illegal table with its layer and fix.",
+        LEGEND,
         "dsflash modes 'S S 2(F2 3U) F1p 2U 2(X 2U)'",
     )
     modes.add_argument("source", metavar="CONFIG_OR_STRING", help="a configuration, or a mode string in quotes")
@@ -125,7 +136,8 @@ def add(
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the `key=value` arguments that `overrides.override` reads."""
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="change a field, for example index_topk=64")
+    what = "change a field: index_topk=64 of a model, model.index_topk=64 of a run"
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=what)
 
 
 def read_config(source: str, overrides: Iterable[str]) -> Any:

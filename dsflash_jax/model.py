@@ -386,7 +386,6 @@ class Model(nn.Module):
         assert self.scope is not None, "Linen binds a scope before it calls"
         # Drawn at once from the key given to `Model.init`: Linen would fold another one for every name. In `apply` it
         # evaluates the function for shapes only.
-        assert self.scope is not None
         made = init(declare(c), self.scope.rngs["params"].as_jax_rng()) if self.is_initializing() else None
         tree = {
             name: self.param(name, lambda key, n=name: (init(declare(c), key) if made is None else made)[n])

@@ -50,7 +50,7 @@ def test_unknown_subcommand_names_the_nearest(capsys: pytest.CaptureFixture[str]
         (["modes", "F1p U F2"], "layer 2 makes ratio-2 KV above the candidate source 0"),
         (["modes", "S 999999999(S)"], "more than 10000; correct the counts"),
         (["describe", "x" * 300], "no configuration"),
-        (["parity", "a", "b"], "unrecognized arguments: b"),
+        (["parity", "a", "b"], "unexpected b"),
         (["modes", "S F1", "index_topk=3"], "a mode string takes no overrides"),
     ],
 )
@@ -187,3 +187,9 @@ def test_help_does_not_import_jax() -> None:
     code = "import sys, dsflash_jax.cli as c; c.build_parser(); print('jax' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"
+
+
+def test_overrides_may_stand_behind_an_option(tmp_path):
+    shown = tmp_path / "shown.json"
+    assert main(["modes", "demo", "--json", str(shown), "model.modes=S F2 U", "model.index_topk=8"]) == 0
+    assert json.loads(shown.read_text())["modes"] == "S F2 U"

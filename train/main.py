@@ -192,8 +192,11 @@ def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, co
     versions = f"jax {jax.__version__}, flax {flax.__version__} on {jax.devices()[0].device_kind}"
     metrics.say(console, f"{versions}; {size:,} parameters, layers {config.model.modes}")
     packed = batches.packed
-    text = f"{config.data.source}: {len(packed.documents):,} documents, {len(packed.tokens):,} tokens"
+    text = f"{config.data.source}: {len(packed.documents):,} documents to train on, {len(packed.tokens):,} tokens"
+    more = f" and {len(packed.skipped) - SHOWN} more" if len(packed.skipped) > SHOWN else ""
     metrics.say(console, text)
+    if packed.skipped:
+        metrics.say(console, f"skipped {', '.join(packed.skipped[:SHOWN])}{more}")
     if saver.latest() is None:
         return start(config, placement)
     state, position = saver.restore(placement.like(config))
@@ -222,6 +225,7 @@ def _loop(
     score = _jit(partial(step.evaluate, config.inference, mesh=placement.mesh), BRISK)
     first, end = int(state.step), min(config.steps, until or config.steps)
     pending: tuple[int, Metrics] | None = None
+    metrics.say(console, "compiling the step, which on a CPU takes a minute or more")
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
         for at in range(first + 1, end + 1):
             state, made = train(state, placement.put(Batch(**next(batches))))
