@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from dsflash_jax.config import hint
 
 WRONG_USE = 2
-LEGEND = """Print the mode string, the layer table and the plan of scans; refuse an illegal table with its layer and fix.
+LEGEND = """Print the mode string, the layer table and the plan of scans; refuse an illegal table with layer and fix.
 
 S     window only
 F2    makes keys and values, 2 tokens a slot, and selects among them
