@@ -139,6 +139,36 @@ def test_chunked_equals_dense_in_value_and_gradient(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), sparse, dense)
 
 
+def test_gradients_are_the_same_jitted_or_not():
+    *arrays, topk, sink, segments = inputs([([5, 6], 11)], 2, 2)
+    value = lambda *a: jnp.sum(jnp.sin(attend(*a, topk, sink, segments, window=3, chunk=4)[0]))  # noqa: E731
+    gradient = jax.grad(value, argnums=(0, 1, 2))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(*arrays), jax.jit(gradient)(*arrays)
+    )
+
+
+@pytest.mark.parametrize("function", [attend, attend_dense])
+def test_a_row_goes_on_from_tokens_that_lie_elsewhere(function):
+    q, window_kv, kv, topk, sink, segments = inputs([([5, 6], 11), ([11], 11)], 2, 2)
+    cut, window = 4, 4
+
+    def whole(q, window_kv, kv):
+        return function(q, window_kv, kv, topk, sink, segments, window=window, chunk=3)[0][:, cut:]
+
+    def rest(q, window_kv, kv):
+        past = window_kv[:, cut - window + 1 : cut], segments[:, cut - window + 1 : cut]
+        later = (a[:, cut:] for a in (q, window_kv))
+        return function(
+            *later, kv, topk[:, cut:], sink, segments[:, cut:], window=window, chunk=3, past=past
+        )[0]  # fmt: skip
+
+    grads = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2)) for f in (whole, rest))
+    np.testing.assert_allclose(rest(q, window_kv, kv), whole(q, window_kv, kv), atol=1e-6)
+    of_whole, of_rest = (g(q, window_kv, kv) for g in grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), of_rest, of_whole)
+
+
 @pytest.mark.parametrize("function", [attend, attend_dense])
 def test_lse_is_a_constant_to_differentiation(function):
     q, window_kv, kv, topk, sink, segments = inputs([([5, 6], 11)], 2, 2)

@@ -22,13 +22,14 @@ from dsflash_jax.sharding import Layout
 from train import main, metrics, optim, step
 from train.optim import Optim
 
-C = tiny.with_modes("Se F2 F1pe X U", sliding_window=6)
-ROWS, WIDTH = 4, 32
-DOCUMENTS = [[32], [5, 11, 13], [17, 15], [9, 2, 20]]
+C = tiny.with_modes("Se F2 F1pe X U", sliding_window=6, n_routed_experts=8)
+ROWS, WIDTH = 8, 32
+DOCUMENTS = [[32], [5, 11, 13], [17, 15], [9, 2, 20], [], [1, 1, 30], [31], [8, 8, 8, 8]]
 LAYOUTS = {
-    "expert, rows": Layout(expert=4),
-    "expert, tokens": Layout(expert=4, expert_splits="tokens"),
-    "expert, buckets": Layout(expert=4, capacity=4.0),
+    "data": Layout(data=8),
+    "expert": Layout(expert=8),
+    "expert on tokens": Layout(expert=4, expert_splits="tokens"),
+    "data x expert, buckets": Layout(data=2, expert=4, capacity=4.0),
     "context": Layout(context=8),
     "data x fsdp x tensor": Layout(data=2, fsdp=2, tensor=2),
     "fsdp x expert x context, buckets": Layout(fsdp=2, expert=2, context=2, capacity=2.0),
