@@ -153,7 +153,10 @@ def read_config(source: str, overrides: Iterable[str]) -> Any:
 def write_json(path: Path | None, result: Any) -> None:
     """Write the machine-readable result where --json asks for one."""
     if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        try:
+            path.write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            refuse(f"--json {path} cannot be written: {error.strerror}; give another path")
 
 
 def run_train(arguments: argparse.Namespace) -> int:

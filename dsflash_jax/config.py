@@ -290,7 +290,7 @@ def unknown_key(key: str, known: Iterable[str], where: str) -> ValueError:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise ValueError(f"{path}: expected JSON, got what cannot be read: {error}") from error
 
 

@@ -22,7 +22,7 @@ from jax import Array
 from dsflash_jax import attention, compressor, engram, hyper, indexer, moe, overrides, quant, rope, vision, vocabulary
 from dsflash_jax.config import Config, RopeScaling
 from dsflash_jax.ops import swiglu
-from dsflash_jax.verdict import Arrays, Line, bits_line, block_mask, read, selection_line, value_line
+from dsflash_jax.verdict import Arrays, Line, bits_line, block_mask, miss, numbers, read, selection_line, value_line
 
 SHORT_SUM = 2e-6  # up to a hundred float32 terms of size 1 in another order
 COEFFICIENT = 3e-6  # values of size 1 through 20 normalisations in float32
@@ -363,7 +363,7 @@ def files(folder: Path) -> list[Path]:
 def load(path: Path) -> Arrays:
     """The arrays of an .npz file, or one for each key of a .json list of records."""
     if path.suffix == ".npz":
-        return read(path)
+        return numbers(read(path))
     records = json.loads(path.read_text(encoding="utf-8"))
     return {key: np.asarray([record[key] for record in records], object) for key in records[0]}
 
@@ -382,8 +382,8 @@ def check(folder: Path) -> tuple[list[Line], list[str]]:
         known = OPS[path.stem]
         try:
             vectors = Vectors(path.stem, load(path))
-            own = list(known.lines(vectors))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            own = list(known.lines(vectors)) or [miss(path.stem, "all arrays", "values", "nothing to compare")]
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(
                 f"{path}: expected the arrays that the folder's README lists, got others or damaged ones ({error!r})"
             ) from error

@@ -8,9 +8,10 @@ whether a selection is equal. A folder of op vectors, which has no model, is `op
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +22,20 @@ from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from dsflash_jax import checkpoint, draft, engram, indexer, loss, model, op_parity, vision
+from dsflash_jax import checkpoint, draft, engram, indexer, loss, model, op_parity, parity_inputs, vision
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
-from dsflash_jax.verdict import Arrays, Line, block_mask, read, selection_line, value_line
+from dsflash_jax.verdict import NUMBERS, Arrays, Line, block_mask, miss, read, selection_line, unlike, value_line
 
 VALUE_TOLERANCE = 2e-4  # absolute, on logits and streams; the sets' own
 GRADIENT_TOLERANCE = 1e-3  # relative to a tensor's largest entry; the set's own
 SELECTIONS = ("compress_topk_idxs", "router_indices")  # compared as sets of a row
 COVERED = ("prefill", "grads", "selections")  # kinds of traces that are compared whole
 DECODE = re.compile(r"decode_(\w+)_after(\d+)")  # one-token steps, the first one at this position
-IMAGE = re.compile(r"image_(\d+)_(\d+)_patches")  # row, index of START
 DRAFTS = re.compile("mtp")  # names of the arrays of the draft head
 DESCRIPTIVE = ("router_margin", "index_margin")  # facts about the recorded run, not arrays of the model
+UNKNOWN = "an array that the model does not make"
 QUANT_SHARE = 0.99  # of the entries of a quantised variant; the rest sits on rounding boundaries
 COARSE_FACTOR = 1.5  # bfloat16 logits: mean distance, as a multiple of what the reference's own float32 run shows
 STRICT = Compute(dtype="float32", remat="none", scan=False, query_chunk=16, loss_chunk=16)
@@ -97,7 +98,7 @@ def batch_of(c: Config, inputs: Arrays) -> Batch:
 
 def images_of(c: Config, inputs: Arrays) -> vision.Images | None:
     """The recorded images, `image_<row>_<index of START>_patches` and `_grid`; None without."""
-    found = [at for at in map(IMAGE.fullmatch, inputs) if at]
+    found = [at for at in map(parity_inputs.IMAGE.fullmatch, inputs) if at]
     if not found:
         return None
     b, t = inputs["input_ids"].shape
@@ -186,14 +187,20 @@ def index_scores(c: Config, i: int, got: Arrays) -> np.ndarray:
 def coarse_lines(trace: str, got: Arrays, recorded: Arrays, exact: Arrays) -> Iterator[Line]:
     """A bfloat16 run: logits must be about as near as the reference's own float32 run `exact`; the rest is reported.
 
-    Scores in bfloat16 tie exactly, so selections, and rows after them, differ legitimately.
+    Scores in bfloat16 tie exactly, so selections, and rows after them, differ legitimately; their shapes do not.
     """
-    for name in (n for n in recorded if n.rsplit(".", 1)[-1] in SELECTIONS):
-        yield replace(selection_line(trace, name, got[name], recorded[name]), kind="reported", passed=True)
-    want = recorded["logits"]
-    distance, bound = (float(np.abs(a - want).mean()) for a in (got["logits"], exact["logits"]))
-    passed = bool(np.isfinite(got["logits"]).all()) and distance <= COARSE_FACTOR * bound
-    worst = float(np.abs(got["logits"] - want).max())
+    for line in forward_lines(trace, got, {name: a for name, a in recorded.items() if name != "logits"}):
+        yield replace(line, kind="reported", passed=math.isfinite(line.max_diff))
+    if "logits" not in recorded:
+        yield miss(trace, "logits", "values", "nothing to compare")
+        return
+    made, want, bound_by = (a["logits"] for a in (got, recorded, exact))
+    if why := unlike(made, want, NUMBERS) or unlike(bound_by, want, NUMBERS):
+        yield miss(trace, "logits", "values", why)
+        return
+    distance, bound = (float(np.abs(a.astype(np.float64) - want).mean()) for a in (made, bound_by))
+    passed = math.isfinite(bound) and distance <= COARSE_FACTOR * bound  # a NaN is not
+    worst = float(np.abs(made.astype(np.float64) - want).max())
     yield Line(trace, f"logits, mean distance {distance:.3f} against {bound:.3f}", "values", worst, 1.0, passed)
 
 
@@ -204,12 +211,12 @@ def forward_lines(trace: str, got: Arrays, recorded: Arrays, share: float = 1.0)
         if short in DESCRIPTIVE:
             continue
         if name not in got:
-            yield Line(trace, name, "values", float("inf"), 0.0, False)
+            yield miss(trace, name, "values", UNKNOWN)
         elif short in SELECTIONS:
             yield selection_line(trace, name, got[name], want)
-        elif want.dtype.kind in "bi":
-            yield value_line(trace, name, got[name], want.astype(np.int64), 0)
-        elif short == "router_weights":  # listed in order of choice, which ties and rounding may exchange
+        elif want.dtype.kind in "biu":
+            yield value_line(trace, name, got[name], want, 0)
+        elif short == "router_weights" and want.ndim:  # in order of choice, which ties and rounding may exchange
             yield value_line(trace, name, np.sort(got[name]), np.sort(want), VALUE_TOLERANCE, share=share)
         else:
             yield value_line(trace, name, got[name], want, VALUE_TOLERANCE, share=share)
@@ -226,10 +233,66 @@ def gradient_lines(setup: Setup, w: Weights, batch: Batch, trace: str, recorded:
     (value, logits), grads = jax.device_get(jax.jit(jax.value_and_grad(mean_nll, has_aux=True))(w))
     yield value_line(trace, "loss", value, recorded["loss"], VALUE_TOLERANCE)
     yield value_line(trace, "logits", logits, recorded["logits"], VALUE_TOLERANCE)
-    for name, got in checkpoint.publish(setup.config, grads).items():
+    made = checkpoint.publish(setup.config, grads)
+    for name, got in made.items():
         want = recorded.get(f"grad.{name}", np.zeros_like(got))
-        tolerance = GRADIENT_TOLERANCE * float(np.abs(want).max())
-        yield value_line(trace, f"grad.{name}", got, want, tolerance, "gradient")
+        largest = 0.0 if unlike(got, want, NUMBERS) else float(np.abs(want).max())
+        yield value_line(trace, f"grad.{name}", got, want, GRADIENT_TOLERANCE * largest, "gradient")
+    for name in recorded.keys() - {"loss", "logits", *DESCRIPTIVE} - {f"grad.{name}" for name in made}:
+        yield miss(trace, name, "gradient", UNKNOWN)
+
+
+def trace_lines(path: Path, variant: Variant, run: Run) -> Iterator[Line]:
+    """The lines of one covered trace. Raises ValueError, with the file, when what it is compared with is missing."""
+    trace, recorded, exact = path.stem, read(path), {}
+    if trace.startswith("grads"):
+        if lost := [name for name in ("loss", "logits") if name not in recorded]:
+            raise ValueError(f"{path}: no {' and no '.join(lost)} among {sorted(recorded)[:5]}; record the trace whole")
+        yield from gradient_lines(run.setup(variant), run.w, run.batch, trace, recorded)
+        return
+    if not recorded:
+        return
+    if step := DECODE.fullmatch(trace):
+        recorded = {name: array for name, array in recorded.items() if DRAFTS.search(name)}
+        setup, length = run.setup(variant), run.batch.tokens.shape[1]
+        if not recorded or not setup.taps:  # without a draft head nothing is made that could be compared
+            yield from forward_lines(trace, {}, recorded)
+            return
+        if int(step[2]) >= length:
+            raise ValueError(f"{path}: steps from position {step[2]}, but input_ids hold {length} tokens a row")
+        got = drafted(setup, run.w, run.batch, run.forward(variant), int(step[2]))
+        yield from forward_lines(trace, got, recorded, variant.share)
+    elif variant.dtype == "bfloat16":
+        if "logits" in recorded:
+            twin = path.with_name(f"{trace.replace('bf16', 'f32')}.npz")
+            if not twin.is_file():
+                raise ValueError(f"{twin}: missing; {path.name} is judged by its distance to that float32 run")
+            exact = read(twin)
+            if "logits" not in exact:
+                raise ValueError(f"{twin}: no logits among {sorted(exact)[:5]}; {path.name} is judged by them")
+        yield from coarse_lines(trace, run.forward(variant), recorded, exact)
+    else:
+        yield from forward_lines(trace, run.forward(variant), recorded, variant.share)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The model of a set with its inputs, and what each variant's forward made so far."""
+
+    config: Config
+    w: Weights
+    batch: Batch
+    made: dict[str, Arrays] = field(default_factory=dict)  # by name of the variant
+
+    def setup(self, variant: Variant) -> Setup:
+        """How a variant runs the model."""
+        return variant.setup(self.config)
+
+    def forward(self, variant: Variant) -> Arrays:
+        """Every array of a variant's forward; run once."""
+        if variant.name not in self.made:
+            self.made[variant.name] = traced(self.setup(variant), self.w, self.batch)
+        return self.made[variant.name]
 
 
 def check(folder: Path) -> tuple[list[Line], list[str]]:
@@ -242,47 +305,32 @@ def check(folder: Path) -> tuple[list[Line], list[str]]:
                 f"{folder}: no {name}; expected config.json, weights.npz, inputs.npz and traces, or the files of op "
                 "vectors"
             )
-    c = Config.from_json(folder / "config.json")
-    tensors = read(folder / "weights.npz")
-    w = jax.tree.map(jnp.asarray, checkpoint.adopt(c, tensors))
-    inputs = read(folder / "inputs.npz")
-    if "input_ids" not in inputs:
-        raise ValueError(
-            f"{folder / 'inputs.npz'}: no input_ids among {sorted(inputs)[:5]}; give the inputs of a trace"
-        )
-    ids = inputs["input_ids"]
-    if ids.min() < 0 or ids.max() >= c.vocab_size:
-        raise ValueError(
-            f"{folder / 'inputs.npz'}: input_ids from {ids.min()} to {ids.max()}, but vocab_size={c.vocab_size}; the "
-            "inputs are of another model"
-        )
-    try:
-        batch = batch_of(c, inputs)
-    except KeyError as error:
-        raise ValueError(f"{folder / 'inputs.npz'}: no {error}; the inputs are of another model") from error
-    traces = sorted(p.stem for p in folder.glob("*.npz") if p.stem not in ("weights", "inputs"))
+    c = named(folder / "config.json", lambda path: Config.from_json(path))
+    tensors, inputs = read(folder / "weights.npz"), read(folder / "inputs.npz")
+    w = named(folder / "weights.npz", lambda _: jax.tree.map(jnp.asarray, checkpoint.adopt(c, tensors)))
+    parity_inputs.check(folder / "inputs.npz", c, inputs)
+    run = Run(c, w, named(folder / "inputs.npz", lambda _: batch_of(c, inputs)))
     lines: list[Line] = []
-    runs: dict[str, Arrays] = {}
-    for trace in traces:
-        variant = variant_of(trace, tensors)
-        if variant is None:
-            continue
-        recorded, setup = read(folder / f"{trace}.npz"), variant.setup(c)
-        if trace.startswith("grads"):
-            lines += gradient_lines(setup, w, batch, trace, recorded)
-            continue
-        if variant.name not in runs:
-            runs[variant.name] = traced(setup, w, batch)
-        got, step = runs[variant.name], DECODE.fullmatch(trace)
-        if step:
-            recorded = {name: array for name, array in recorded.items() if DRAFTS.search(name)}
-            got = drafted(setup, w, batch, got, int(step[2])) if recorded else {}
-            lines += forward_lines(trace, got, recorded, variant.share)
-        elif variant.dtype == "bfloat16":
-            lines += coarse_lines(trace, got, recorded, read(folder / f"{trace.replace('bf16', 'f32')}.npz"))
-        else:
-            lines += forward_lines(trace, got, recorded, variant.share)
-    return lines, [t for t in traces if variant_of(t, tensors) is None or DECODE.fullmatch(t)]
+    uncovered: list[str] = []
+    for path in sorted(p for p in folder.glob("*.npz") if p.stem not in ("weights", "inputs")):
+        variant = variant_of(path.stem, tensors)
+        own = [] if variant is None else list(trace_lines(path, variant, run))
+        partly = DECODE.fullmatch(path.stem) is not None
+        if variant is None or partly:
+            uncovered.append(path.stem)
+        if variant is not None and not own and not (partly and read(path)):  # a decode may hold no drafts
+            own = [miss(path.stem, "all arrays", "values", "nothing to compare")]
+        lines += own
+    return lines, uncovered
+
+
+def named(path: Path, make: Callable[[Path], Any]) -> Any:
+    """What `make` makes of a file; its errors get the file's name."""
+    try:
+        return make(path)
+    except (ValueError, TypeError, LookupError) as error:
+        said = str(error)
+        raise ValueError(said if str(path) in said else f"{path}: {said}") from error
 
 
 def main(folder: Path, json_path: Path | None = None) -> int:
@@ -299,6 +347,11 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     if uncovered:
         console.print("not covered, or not in full, for lack of code: " + "; ".join(uncovered))
     if json_path:
-        content = {"folder": folder.name, "lines": [asdict(line) for line in lines], "uncovered": uncovered}
-        json_path.write_text(json.dumps(content, indent=2))
+        # JSON has no infinity.
+        listed = [asdict(line) | ({} if math.isfinite(line.max_diff) else {"max_diff": None}) for line in lines]
+        content = {"folder": folder.name, "lines": listed, "uncovered": uncovered}
+        try:
+            json_path.write_text(json.dumps(content, indent=2, allow_nan=False))
+        except OSError as error:
+            raise ValueError(f"--json {json_path} cannot be written: {error.strerror}; give another path") from error
     return 1 if missed or not lines else 0

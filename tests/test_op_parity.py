@@ -135,3 +135,33 @@ def test_bits_that_differ_are_a_miss(got: np.ndarray, want: np.ndarray) -> None:
 def test_equal_numbers_of_another_integer_type_and_any_nan_are_equal_bits() -> None:
     assert bits_line("t", "n", np.int32([7]), np.int64([7])).passed
     assert bits_line("t", "n", np.float32([-np.nan]), np.float32([np.nan])).passed
+
+
+def test_json_nested_too_deep_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "engram_token_normalization.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"engram_token_normalization\.json"):
+        parity.check(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [str, np.complex64])
+@pytest.mark.parametrize("names", [("out",), ("gate", "up", "out")])
+def test_vectors_that_are_no_real_numbers_are_refused_by_array(dtype, names, golden: Path, tmp_path: Path) -> None:
+    arrays = op_parity.load(golden / "ops" / "swiglu_limit.npz")
+    np.savez(tmp_path / "swiglu_limit.npz", **arrays | {name: arrays[name].astype(dtype) for name in names})
+    with pytest.raises(ValueError, match=rf"swiglu_limit\.npz: .*{names[-1] if len(names) == 1 else ''}.*real numbers"):
+        parity.check(tmp_path)
+
+
+def test_vectors_without_entries_or_without_a_compared_array_are_a_miss(golden: Path, tmp_path: Path) -> None:
+    arrays = op_parity.load(golden / "ops" / "swiglu_limit.npz")
+    np.savez(tmp_path / "swiglu_limit.npz", **{name: a[:0] for name, a in arrays.items()})
+    arrays = op_parity.load(golden / "ops" / "candidates_topk.npz")
+    np.savez(tmp_path / "candidates_topk.npz", **{n: a for n, a in arrays.items() if not n.endswith("params")})
+    lines, _ = parity.check(tmp_path)
+    assert [(line.trace, line.passed) for line in lines] == [("candidates_topk", False), ("swiglu_limit", False)]
+
+
+def test_a_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "rope.npz").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"rope\.npz"):
+        parity.check(tmp_path)
