@@ -168,7 +168,7 @@ def test_every_damaged_input_is_refused_by_file_and_array(damage, name, golden):
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    [("weights.npz", lambda p: np.savez(p)), ("weights.npz", lambda p: change(p, **{"embed.weight": np.full((96, 64), "a")})),
+    [("weights.npz", lambda p: np.savez(p)), ("weights.npz", lambda p: np.savez(p, x=np.full(2, "a"))),
      ("config.json", lambda p: p.write_text("[" * 100_000)), ("config.json", lambda p: p.write_text("{}")),
      ("inputs.npz", lambda p: np.savez(p)), ("prefill_f32_noquant.npz", lambda p: p.mkdir())],
 )  # fmt: skip
@@ -189,7 +189,7 @@ def test_the_json_of_a_miss_is_strict(coarse, tmp_path):
     report = tmp_path / "report.json"
     assert main(["parity", str(coarse), "--json", str(report)]) == 1
     lines = json.loads(report.read_text(), parse_constant=refuse)["lines"]
-    assert [line["max_diff"] for line in lines if not line["passed"]][0] is None
+    assert None in [line["max_diff"] for line in lines if not line["passed"]]
 
 
 def test_json_on_a_full_device_is_refused_in_one_line(coarse, capsys):
