@@ -339,11 +339,14 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     console = Console()
     table = Table("trace", "array", "kind", "max diff / count", "within", "")
     for line in lines:
-        verdict = "[green]ok" if line.passed else "[red]MISS"
+        verdict = "[red]MISS" if not line.passed else "shown" if line.kind == "reported" else "[green]ok"
         table.add_row(line.trace, line.array, line.kind, f"{line.max_diff:.3g}", f"{line.share:.4%}", verdict)
     console.print(table)
     missed = sum(not line.passed for line in lines)
-    console.print(f"{folder.name}: {len(lines) - missed} of {len(lines)} arrays agree")
+    shown = sum(line.kind == "reported" for line in lines)
+    judged = len(lines) - shown
+    more = f"; {shown} more are shown, not judged" if shown else ""
+    console.print(f"{folder.name}: {judged - missed} of {judged} arrays agree{more}")
     if uncovered:
         console.print("not covered, or not in full, for lack of code: " + "; ".join(uncovered))
     if json_path:
