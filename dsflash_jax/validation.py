@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 INT32 = 2**31 - 1  # token ids and rows of a table fit it
 SMALLEST_SPAN = 4  # tokens of the smallest image: START, one IMAGE, its NEWLINE, END
 EXPERT_STORAGE = ("fp4", "fp8")  # known values of quantization.expert_dtype
-
-
+type_hints = functools.cache(get_type_hints)  # resolving the annotations of a record takes milliseconds
 LARGEST = 2**40  # of any size: above all that exists, and products of a few stay exact in counts
 
 
@@ -40,7 +40,7 @@ def hint(word: str, known: Iterable[str]) -> str:
 def check_types(record: Any, prefix: str = "") -> None:
     """Refuse a value of another type than its field's: a file written in Python checks none."""
     for field in dataclasses.fields(record):
-        value, kind = getattr(record, field.name), get_type_hints(type(record))[field.name]
+        value, kind = getattr(record, field.name), type_hints(type(record))[field.name]
         need(is_a(value, kind), f"{prefix}{field.name} must be {field.type}, got {value!r}")
 
 
@@ -60,7 +60,7 @@ def is_a(value: Any, kind: Any) -> bool:
 
 def check_literals(record: Any) -> None:
     """Refuse a value outside a field's `Literal` choices."""
-    for name, kind in get_type_hints(type(record)).items():
+    for name, kind in type_hints(type(record)).items():
         choices, value = get_args(kind), getattr(record, name)
         if choices and all(isinstance(c, str) for c in choices) and value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {list(choices)}{hint(str(value), choices)}")
