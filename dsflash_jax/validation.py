@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 INT32 = 2**31 - 1  # token ids and rows of a table fit it
 SMALLEST_SPAN = 4  # tokens of the smallest image: START, one IMAGE, its NEWLINE, END
 EXPERT_STORAGE = ("fp4", "fp8")  # known values of quantization.expert_dtype
-type_hints = functools.cache(get_type_hints)  # resolving the annotations of a record takes milliseconds
 LARGEST = 2**40  # of any size: above all that exists, and products of a few stay exact in counts
 
 
@@ -35,6 +34,12 @@ def hint(word: str, known: Iterable[str]) -> str:
     """The end of an error message that names the known word nearest to `word`; empty when none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@functools.cache
+def type_hints(cls: type) -> dict[str, Any]:
+    """The types of a record's fields; resolving them anew for each record would take milliseconds."""
+    return get_type_hints(cls)
 
 
 def check_types(record: Any, prefix: str = "") -> None:
