@@ -44,8 +44,9 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 def check_types(record: Any, prefix: str = "") -> None:
     """Refuse a value of another type than its field's: a file written in Python checks none."""
+    cls: Any = type(record)
     for field in dataclasses.fields(record):
-        value, kind = getattr(record, field.name), type_hints(type(record))[field.name]
+        value, kind = getattr(record, field.name), type_hints(cls)[field.name]
         need(is_a(value, kind), f"{prefix}{field.name} must be {field.type}, got {value!r}")
 
 
@@ -65,7 +66,8 @@ def is_a(value: Any, kind: Any) -> bool:
 
 def check_literals(record: Any) -> None:
     """Refuse a value outside a field's `Literal` choices."""
-    for name, kind in type_hints(type(record)).items():
+    cls: Any = type(record)
+    for name, kind in type_hints(cls).items():
         choices, value = get_args(kind), getattr(record, name)
         if choices and all(isinstance(c, str) for c in choices) and value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {list(choices)}{hint(str(value), choices)}")
