@@ -28,13 +28,11 @@ DOCUMENTS = [[32], [5, 11, 13], [17, 15], [9, 2, 20], [], [1, 1, 30], [31], [8, 
 LAYOUTS = {
     "data": Layout(data=8),
     "expert": Layout(expert=8),
-    "expert on tokens": Layout(expert=4, expert_splits="tokens"),
     "data x expert, buckets": Layout(data=2, expert=4, capacity=4.0),
     "context": Layout(context=8),
     "data x fsdp x tensor": Layout(data=2, fsdp=2, tensor=2),
     "fsdp x expert x context, buckets": Layout(fsdp=2, expert=2, context=2, capacity=2.0),
     "data x context x expert on tokens": Layout(data=2, expert=2, context=2, expert_splits="tokens"),
-    "context x tensor": Layout(context=4, tensor=2),
 }
 NORMAL = normal(0.02)
 AIM = Objective(balance_weight=0.01, index_teacher="group_mean")
