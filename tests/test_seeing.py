@@ -43,6 +43,7 @@ def _small_pictures_and_one_trace() -> Iterator[None]:
         for name, value in CHANGES.items():
             patch.setattr(digits, name, value)
         patch.setattr(main.step, "make_step", lambda run, mesh: make(replace(run, out="any"), mesh))
+        patch.setattr(main, "BRISK", main.QUICK)
         yield
 
 

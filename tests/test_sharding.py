@@ -139,7 +139,8 @@ def test_what_does_not_divide_is_refused_with_the_numbers():
         Layout(capacity=0.5)
 
 
-def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path):
+def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "BRISK", main.QUICK)
     corpus = tiny_run.write_corpus(tmp_path / "corpus")
     changes = ("steps=4", "optim.warmup_steps=1", "optim.decay_start=0.5", "eval_every=4", "data.batch_size=8")
     layout = ("layout.fsdp=2", "layout.expert=2", "layout.context=2", "layout.whole=0")
