@@ -1,5 +1,5 @@
 # make demo   install into .venv, train a small model on real text, sample from it
-# make test   the whole test suite;  make test PYTHON=python3.13  uses .venv-3.13
+# make test   the test suite, make slow its longest tests;  make test PYTHON=python3.13  uses .venv-3.13
 # make lint   style and types;  make format  rewrites;  make clean  removes what these made, except runs/
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ RUN := $(VENV)/installed-$(VERSION)
 DEV := $(VENV)/installed-dev-$(VERSION)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test lint format clean help
+.PHONY: demo test slow lint format clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -29,7 +29,10 @@ demo: $(RUN)
 	$(BIN)/dsflash train demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
+
+slow: $(DEV)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -70,6 +70,7 @@ def alone(c: Config):
     return graded(c, Layout())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_report_and_gradients_are_those_of_one_device(name):
     c, layout = LAYOUTS[name]
