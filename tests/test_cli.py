@@ -160,7 +160,7 @@ def test_damaged_arrays_are_named(name: str, damage: bytes, tmp_path: Path, caps
     ("arrays", "message"),
     [
         ({"other": np.zeros(3)}, "no input_ids"),
-        ({"input_ids": np.full((1, 4), 10**6)}, "input_ids from 1000000 to 1000000"),
+        ({"input_ids": np.full((1, 4), 10**6)}, "input_ids: from 1000000 to 1000000"),
     ],
 )
 def test_inputs_of_another_model_are_refused(

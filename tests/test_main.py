@@ -41,7 +41,6 @@ def _equal_steps_are_traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         same = partial(replace, out="any", save_every=1, eval_every=1)
         patch.setattr(main.step, "make_step", lambda run, mesh: make(same(run), mesh))
-        patch.setattr(main, "BRISK", main.QUICK)
         yield
 
 
