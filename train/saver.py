@@ -58,9 +58,8 @@ class Saver:
             saved = self._manager.save(step, args=args)
         except Exception as error:  # a full disk, mostly; what the layers below raise has no common type
             kept = self.latest()
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             raise NotSaved(
-                f"step {step} could not be saved in {self.folder} ({reason[0][:120]}); "
+                f"step {step} could not be saved in {self.folder} ({_reason(error)}); "
                 + ("there is no older checkpoint" if kept is None else f"the checkpoint of step {kept} is kept")
             ) from error
         if not saved:
@@ -105,9 +104,8 @@ class Saver:
         except Exception as error:
             older = [s for s in self._manager.all_steps() if s != step]
             way = f"go on from step {max(older)}" if older else "start anew"
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             where = self.folder / str(step)
-            raise ValueError(f"{where} is damaged ({reason[0][:120]}); remove that folder to {way}") from error
+            raise ValueError(f"{where} is damaged ({_reason(error)}); remove that folder to {way}") from error
 
     def close(self) -> None:
         """Finish writing and release the folder."""
@@ -116,6 +114,11 @@ class Saver:
 
 def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _reason(error: Exception) -> str:
+    """The start of a message that may run over hundreds of lines."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _arrays(tree: Any) -> dict[str, str]:
