@@ -192,20 +192,20 @@ def routed(
     mine, shards = w["w1"].shape[0], p.size(p.experts)
     x, flat, weights = rounding(x), r.experts.reshape(-1), r.weights.reshape(-1)
     if not p.experts or not p.capacity:
-        x, flat, weights = (parallel.gather(p, v, p.experts) for v in (x, flat, weights))
-        own = flat - parallel.index(p, p.experts) * mine
+        x, flat, weights = (parallel.gather(v, p.experts) for v in (x, flat, weights))
+        own = flat - parallel.index(p.experts) * mine
         out = own_experts(w, x, jnp.arange(len(own)) // a, own, weights, c, how, rounding)
-        return parallel.scatter(p, out.reshape(len(x), a, -1).sum(axis=1), p.experts), jnp.float32(0)
+        return parallel.scatter(out.reshape(len(x), a, -1).sum(axis=1), p.experts), jnp.float32(0)
     room = min(n * a, ceil(p.capacity * n * a / shards))
     place, dropped = parallel.buckets(flat // mine, shards, room)
 
     def sent(values: Array, empty: Any) -> Array:
         filled = jnp.full((shards * room, *values.shape[1:]), empty, values.dtype).at[place].set(values, mode="drop")
-        return parallel.exchange(p, filled, p.experts)
+        return parallel.exchange(filled, p.experts)
 
     rows, ids, weights = sent(x[jnp.arange(n * a) // a], 0), sent(flat % mine, mine), sent(weights, 0)
     out = own_experts(w, rows, jnp.arange(len(ids)), ids, weights, c, how, rounding)
-    back = parallel.exchange(p, out, p.experts).at[place].get(mode="fill", fill_value=0)
+    back = parallel.exchange(out, p.experts).at[place].get(mode="fill", fill_value=0)
     return back.reshape(n, a, -1).sum(axis=1), dropped
 
 

@@ -55,12 +55,12 @@ def combine(p: Parallel, x: Array) -> Array:
     return jax.lax.psum(x, p.heads) if p.heads else x
 
 
-def gather(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
+def gather(x: Array, axes: Axes, axis: int = 0) -> Array:
     """The parts of all devices along `axes`, after each other."""
     return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
 
 
-def scatter(p: Parallel, x: Array, axes: Axes, axis: int = 0) -> Array:
+def scatter(x: Array, axes: Axes, axis: int = 0) -> Array:
     """The sum over the devices along `axes`, of which each keeps its part: the reverse of `gather`."""
     return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
 
@@ -80,12 +80,12 @@ def buckets(owner: Int[Array, " R"], count: int, room: int) -> tuple[Int[Array, 
     return jnp.where(fits, owner * room + rank, count * room), jnp.sum(real & ~fits).astype(jnp.float32)
 
 
-def exchange(p: Parallel, x: Array, axes: Axes) -> Array:
+def exchange(x: Array, axes: Axes) -> Array:
     """Bucket i of [n * room, ...] goes to device i along `axes`; applied to the answers, it brings them back."""
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def index(p: Parallel, axes: Axes) -> Any:
+def index(axes: Axes) -> Any:
     """Number of this device along `axes`, the first axis coarsest; 0 on one device."""
     return jax.lax.axis_index(axes) if axes else 0
 
@@ -106,16 +106,16 @@ def look_up(p: Parallel, table: Array, rows: Array, dtype: Any) -> Array:
     """
     if not p.tables:
         return table[rows].astype(dtype)
-    asked = gather(p, rows.reshape(-1), p.tables)
-    local = asked - index(p, p.tables) * table.shape[0]
+    asked = gather(rows.reshape(-1), p.tables)
+    local = asked - index(p.tables) * table.shape[0]
     known = (local >= 0) & (local < table.shape[0])
     read = jnp.where(known[:, None], table.at[jnp.where(known, local, 0)].get(mode="clip").astype(dtype), 0)
-    return scatter(p, read, p.tables).reshape(*rows.shape, table.shape[1])
+    return scatter(read, p.tables).reshape(*rows.shape, table.shape[1])
 
 
 def whole(p: Parallel, x: Array, axis: int = 1) -> Array:
     """The tokens (or slots) of a row from all devices that share it; the gradient goes back to their owners."""
-    return jax.lax.all_gather(x, p.tokens, axis=axis, tiled=True) if p.tokens else x
+    return gather(x, p.tokens, axis)
 
 
 def own(p: Parallel, x: Array, axis: int = 1) -> Array:
@@ -123,7 +123,7 @@ def own(p: Parallel, x: Array, axis: int = 1) -> Array:
     if not p.tokens:
         return x
     width = x.shape[axis] // p.size(p.tokens)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(p.tokens) * width, width, axis)
+    return jax.lax.dynamic_slice_in_dim(x, index(p.tokens) * width, width, axis)
 
 
 def before(p: Parallel, x: Array, count: int) -> Array:
@@ -158,4 +158,4 @@ def _reach(p: Parallel, x: Array, count: int, step: int) -> Array:
 def own_key(p: Parallel, key: Array) -> Array:
     """A random key of this device's tokens, the same on devices that hold the same ones."""
     axes = (*p.rows, *p.tokens)
-    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+    return jax.random.fold_in(key, index(axes)) if axes else key

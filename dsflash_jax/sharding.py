@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dsflash_jax.config import Config, need
-from dsflash_jax.parallel import Axes, Parallel
+from dsflash_jax.config import Config, check_literals, need
+from dsflash_jax.parallel import Axes, Parallel, gather
 from dsflash_jax.params import Weight, leaves, map_weights
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -40,17 +40,16 @@ class Layout:
     expert: int = 1  # experts
     context: int = 1  # tokens of a row
     tensor: int = 1  # heads and expert width; all of them work on the same tokens
-    expert_splits: str = "rows"  # what the expert axis splits outside the experts: "rows" of the batch, or "tokens"
+    expert_splits: Literal["rows", "tokens"] = "rows"  # what the expert axis splits outside the experts
     capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all tokens at all experts
     whole: int = 2**16  # matrices of fewer entries are whole on every device, too
 
     def __post_init__(self) -> None:
+        check_literals(self)
         for name in AXES:
             need(getattr(self, name) >= 1, f"layout.{name} must be at least 1, got {getattr(self, name)}")
         need(self.capacity == 0 or self.capacity >= 1,
              f"layout.capacity is 0 (gather) or at least 1 times the mean, got {self.capacity}")  # fmt: skip
-        need(self.expert_splits in ("rows", "tokens"),
-             f"layout.expert_splits must be 'rows' or 'tokens', got {self.expert_splits!r}")  # fmt: skip
 
     @property
     def devices(self) -> int:
@@ -155,7 +154,7 @@ def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
         for i, axes in enumerate(_split("", declaration, at)):
             stored = tuple(a for a in axes if a != COMPUTED.get(declaration.axes[i]))
             if stored and declaration.axes[i] != ROWS:
-                array = jax.lax.all_gather(array, stored, axis=i, tiled=True)
+                array = gather(array, stored, axis=i)
         return array
 
     return {name: map_pairs(one, declared[name], w[name]) for name in declared}

@@ -37,15 +37,8 @@ class Placement:
         """A batch of which this process holds its own rows, on its devices."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
-        where = self._shardings(sharding.batch_specs(batch, self.layout))
+        where = jax.tree.map(partial(NamedSharding, self.mesh), sharding.batch_specs(batch, self.layout))
         return jax.tree.map(jax.make_array_from_process_local_data, where, batch)
-
-    def abstract(self, batch: Batch) -> Batch:
-        """Shapes, dtypes and places of a batch that does not exist."""
-        if self.mesh is None:
-            return batch
-        where = self._shardings(sharding.batch_specs(batch, self.layout))
-        return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), batch, where)
 
     def like(self, run: Run) -> TrainState:
         """Shapes, dtypes and places of the state."""
@@ -53,10 +46,6 @@ class Placement:
         if self.mesh is None:
             return shapes
         return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), shapes, self.state)
-
-    def _shardings(self, specs: Any) -> Any:
-        assert self.mesh is not None
-        return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
 def place(run: Run, devices: Any = None) -> Placement:
