@@ -6,6 +6,7 @@ Source: architecture section 9, training section 3. No token is dropped and no c
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsflash_jax import parallel
 from dsflash_jax.config import Config
-from dsflash_jax.ops import Rounding, contract, exact, linear32, swiglu
+from dsflash_jax.ops import Rounding, contract, exact, linear32, ranks, swiglu
 from dsflash_jax.parallel import ONE, Parallel
 from dsflash_jax.params import Weight, Weights, constant, normal
 
@@ -155,7 +156,7 @@ def blocked_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Arr
     place = jnp.arange(rows) + starts[expert]
     padded = jnp.zeros((blocks * block, x.shape[1]), x.dtype).at[place].set(x, unique_indices=True)
     out = jnp.einsum("bri,bio->bro", padded.reshape(blocks, block, -1), w[owner], preferred_element_type=jnp.float32)
-    return out.reshape(blocks * block, -1)[place]
+    return out.reshape(blocks * block, -1).at[place].get(unique_indices=True)
 
 
 def dense_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:
@@ -185,52 +186,101 @@ def routed(
 
     Where experts are split, `w` holds this device's. Without a capacity, the tokens of all devices that split them are
     gathered, each device adds up what its experts give, and the sums are scattered back: no token is dropped however
-    they choose. With one, every row travels to its expert and back in buckets of capacity * mean rows; a row that finds
-    its bucket full adds nothing and is counted, for the caller to refuse the step.
+    they choose. With one, every row travels to its expert and back in buckets of capacity * mean rows, the way back in
+    x's dtype; a row that finds its bucket full adds nothing and is counted, for the caller to refuse the step.
     """
     n, a = r.experts.shape
     mine, shards = w["w1"].shape[0], p.size(p.experts)
-    x, flat, weights = rounding(x), r.experts.reshape(-1), r.weights.reshape(-1)
+    x = rounding(x)
     if not p.experts or not p.capacity:
-        x, flat, weights = (parallel.gather(v, p.experts) for v in (x, flat, weights))
-        own = flat - parallel.index(p.experts) * mine
-        out = own_experts(w, x, jnp.arange(len(own)) // a, own, weights, c, how, rounding)
-        return parallel.scatter(out.reshape(len(x), a, -1).sum(axis=1), p.experts), jnp.float32(0)
+        x, ids, weights = (parallel.gather(v, p.experts) for v in (x, r.experts, r.weights))
+        out = own_experts(w, x, ids - parallel.index(p.experts) * mine, weights, c, how, rounding)
+        return parallel.scatter(out, p.experts), jnp.float32(0)
     room = min(n * a, ceil(p.capacity * n * a / shards))
+    flat = r.experts.reshape(-1)
     place, dropped = parallel.buckets(flat // mine, shards, room)
 
     def sent(values: Array, empty: Any) -> Array:
-        filled = jnp.full((shards * room, *values.shape[1:]), empty, values.dtype).at[place].set(values, mode="drop")
-        return parallel.exchange(filled, p.experts)
+        filled = jnp.full((shards * room,), empty, values.dtype)
+        return parallel.exchange(filled.at[place].set(values, mode="drop", unique_indices=True), p.experts)[:, None]
 
-    rows, ids, weights = sent(x[jnp.arange(n * a) // a], 0), sent(flat % mine, mine), sent(weights, 0)
-    out = own_experts(w, rows, jnp.arange(len(ids)), ids, weights, c, how, rounding)
-    back = parallel.exchange(out, p.experts).at[place].get(mode="fill", fill_value=0)
-    return back.reshape(n, a, -1).sum(axis=1), dropped
+    ids, weights = sent(flat % mine, mine), sent(r.weights.reshape(-1), 0)
+    rows = parallel.exchange(spread(x, place.reshape(n, a), shards * room), p.experts)
+    out = own_experts(w, rows, ids, weights, c, how, rounding).astype(x.dtype)
+    return collect(parallel.exchange(out, p.experts), place.reshape(n, a)), dropped
 
 
 def own_experts(
     w: Weights,
     x: Float[Array, "N D"],
-    source: Int[Array, " R"],
-    ids: Int[Array, " R"],
-    weights: Float[Array, " R"],
+    ids: Int[Array, "N A"],
+    weights: Float[Array, "N A"],
     c: Config,
     how: str,
     rounding: Rounding,
-) -> Float[Array, "R D"]:
-    """weight * expert(x[source]) of each row whose expert id is one of w's, float32; 0 for all other rows."""
+) -> Float[Array, "N D"]:
+    """Sum over a token's expert ids that are in w of weight * expert(x), float32; ids outside w's add nothing."""
     mine = w["w1"].shape[0]
-    ids = jnp.where((ids >= 0) & (ids < mine), ids, mine)
-    order = jnp.argsort(ids, stable=True)  # rows of one expert become neighbours, those of none come last
-    sizes = jnp.bincount(ids, length=mine + 1)[:mine].astype(jnp.int32)
-    rows = x[source[order]]
+    flat = jnp.where((ids >= 0) & (ids < mine), ids, mine).reshape(-1)
+    rank, counts = ranks(flat, mine + 1)
+    place = (jnp.cumsum(counts) - counts)[flat] + rank  # rows of one expert become neighbours, those of none come last
+    rows, sizes = spread(x, place.reshape(ids.shape), len(flat)), counts[:mine]
     gate, up = (grouped_dot(rows, w[name], sizes, how) for name in ("w1", "w3"))
-    hidden = swiglu(gate, up, c.swiglu_limit) * weights[order][:, None]
+    each = jnp.zeros((len(flat),), weights.dtype).at[place].set(weights.reshape(-1), unique_indices=True)
+    hidden = swiglu(gate, up, c.swiglu_limit) * each[:, None]
     out = grouped_dot(rounding(hidden.astype(x.dtype)), w["w2"], sizes, how)
     if mine < c.n_routed_experts:  # what a grouped product says of rows behind its last group is not defined
-        out = jnp.where((jnp.arange(len(ids)) < sizes.sum())[:, None], out, 0.0)
-    return out[jnp.argsort(order)]
+        out = jnp.where((jnp.arange(len(flat)) < sizes.sum())[:, None], out, 0.0)
+    return collect(out, place.reshape(ids.shape))
+
+
+# Two moves of rows, each the other's transpose. Both only read: what differentiation makes of a read is an addition at
+# computed places, which a TPU compiles and runs slowly, though no place here is named twice.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def spread(x: Float[Array, "N D"], place: Int[Array, "N A"], count: int) -> Float[Array, "R D"]:
+    """Copies of token n at the rows place[n] of `count`, rows that nobody names 0; places behind the last are left out.
+
+    No place is named twice.
+    """
+    n, a = place.shape
+    source = jnp.full((count,), n * a, jnp.int32)
+    source = source.at[place.reshape(-1)].set(jnp.arange(n * a, dtype=jnp.int32), mode="drop", unique_indices=True)
+    return x.at[source // a].get(mode="fill", fill_value=0)
+
+
+def _spread_forward(x: Array, place: Array, count: int) -> tuple[Array, Array]:
+    return spread(x, place, count), place
+
+
+def _spread_backward(count: int, place: Array, d: Array) -> tuple[Array, None]:
+    return collect(d, place).astype(d.dtype), None
+
+
+spread.defvjp(_spread_forward, _spread_backward)
+
+
+@jax.custom_vjp
+def collect(rows: Float[Array, "R D"], place: Int[Array, "N A"]) -> Float[Array, "N D"]:
+    """Sum of the rows that each token has at place[n], float32; places behind the last row add nothing."""
+
+    def add(total: Array, place: Array) -> tuple[Array, None]:
+        return total + rows.at[place].get(mode="fill", fill_value=0), None
+
+    return jax.lax.scan(add, jnp.zeros((len(place), rows.shape[1]), jnp.float32), place.T)[0]
+
+
+def _collect_forward(rows: Array, place: Array) -> tuple[Array, tuple[Array, Any]]:
+    return collect(rows, place), (place, jnp.zeros((len(rows), 0), rows.dtype))
+
+
+def _collect_backward(saved: tuple[Array, Array], d: Array) -> tuple[Array, None]:
+    place, like = saved
+    return spread(d.astype(like.dtype), place, len(like)), None
+
+
+collect.defvjp(_collect_forward, _collect_backward)
 
 
 def shared(w: Weights, x: Float[Array, "N D"], c: Config, rounding: Rounding = exact) -> Float[Array, "N D"]:

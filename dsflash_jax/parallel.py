@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dsflash_jax.ops import ranks
+
 Axes = tuple[str, ...]
 
 
@@ -68,16 +70,14 @@ def scatter(x: Array, axes: Axes, axis: int = 0) -> Array:
 def buckets(owner: Int[Array, " R"], count: int, room: int) -> tuple[Int[Array, " R"], Array]:
     """A place for each row in `count` buckets of `room` places, by owner and in order; and how many found none.
 
-    A row without a place gets the number behind the last one. Owners outside 0 .. count - 1 get none, and are not
-    counted.
+    A row without a place gets a number behind the last one, each its own. Owners outside 0 .. count - 1 get none, and
+    are not counted.
     """
-    order = jnp.argsort(owner, stable=True)
-    first = jnp.searchsorted(owner[order], jnp.arange(count, dtype=owner.dtype))
     real = (owner >= 0) & (owner < count)
-    rank = jnp.zeros_like(owner).at[order].set(jnp.arange(len(owner), dtype=owner.dtype))
-    rank = rank - first.astype(owner.dtype)[jnp.where(real, owner, 0)]
+    rank, _ = ranks(owner, count)
     fits = real & (rank < room)
-    return jnp.where(fits, owner * room + rank, count * room), jnp.sum(real & ~fits).astype(jnp.float32)
+    behind = count * room + jnp.arange(len(owner), dtype=owner.dtype)
+    return jnp.where(fits, owner * room + rank, behind), jnp.sum(real & ~fits).astype(jnp.float32)
 
 
 def exchange(x: Array, axes: Axes) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsflash_jax.ops import HIGHEST, linear, linear32, rms_norm, swiglu
+from dsflash_jax.ops import HIGHEST, linear, linear32, ranks, rms_norm, swiglu
 
 
 def test_clamp_is_two_sided_on_up_and_one_sided_on_gate():
@@ -58,3 +58,16 @@ def test_linear32_asks_for_float32_operands_at_highest_precision():
     text = str(jax.make_jaxpr(linear32)(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)))
     (dot,) = [line for line in text.splitlines() if "dot_general" in line] or [text]
     assert str(HIGHEST.name) in text and "f32[2,3]" in dot
+
+
+def test_ranks_count_the_earlier_rows_of_the_same_id():
+    ids = np.random.default_rng(0).integers(-1, 5, 2500)  # more rows than one tile; -1 and 4 have no group
+    rank, counts = ranks(jnp.asarray(ids, jnp.int32), 4)
+    want = [np.sum(ids[:i] == n) if 0 <= n < 4 else 0 for i, n in enumerate(ids)]
+    np.testing.assert_array_equal(rank, want)
+    np.testing.assert_array_equal(counts, np.bincount(ids[ids >= 0], minlength=5)[:4])
+
+
+def test_ranks_of_no_rows_are_empty():
+    rank, counts = ranks(jnp.zeros((0,), jnp.int32), 3)
+    assert rank.shape == (0,) and counts.tolist() == [0, 0, 0]

@@ -106,8 +106,8 @@ def test_an_update_is_that_of_one_device(name):
     ("owner", "room", "places", "dropped"),
     [
         ([1, 0, 1, 1], 3, [3, 0, 4, 5], 0),
-        ([1, 1, 1, 1], 3, [3, 4, 5, 6], 1),  # 6: behind the last of 2 buckets
-        ([0, 2, -1, 0], 2, [0, 4, 4, 1], 0),  # owners that do not exist have no bucket and are not missed
+        ([1, 1, 1, 1], 3, [3, 4, 5, 9], 1),  # from 6 on: behind the last of 2 buckets, a number for each row
+        ([0, 2, -1, 0], 2, [0, 5, 6, 1], 0),  # owners that do not exist have no bucket and are not missed
         ([], 2, [], 0),
     ],
 )
