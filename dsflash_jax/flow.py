@@ -118,7 +118,7 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
     segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
     slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
     slots = jax.tree.map(partial(parallel.own, p), slots)
-    groups, n_groups = _balance_groups(segments)
+    groups, n_groups = balance_groups(segments)
     compressed = rope.frequencies(c, compressed=True)
     return Ctx(
         segments=batch.segments,
@@ -135,7 +135,7 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
     )
 
 
-def _balance_groups(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], int]:
+def balance_groups(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], int]:
     """Sequence of each token over the rows: long documents each their own, the short ones of a row together.
 
     Padding has -1. Also returns how many numbers there may be.

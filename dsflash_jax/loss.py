@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import model, parallel, sharding
+from dsflash_jax import flow, model, parallel, sharding
 from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
@@ -100,12 +100,42 @@ def index_shares(c: Config, aim: Objective) -> np.ndarray:
     return shares
 
 
-def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Float[Array, ""], Report]:
+@struct.dataclass
+class Counts:
+    """What the sums of a batch are divided by."""
+
+    tokens: Any  # float []: targets that count
+    queries: Any  # float [L]: queries of each layer's indexer KL, those that see at least two slots
+    sequences: Any  # float []: sequences of the balance loss
+
+
+def counts(setup: Setup, batch: Batch) -> Counts:
+    """The denominators of a batch, from its documents alone; `total` takes those of a batch with each part of it.
+
+    On several devices they are of all of them.
+    """
+    c, p = setup.config, setup.parallel
+    segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
+    groups, n = flow.balance_groups(segments)
+    sequences = jnp.sum(jnp.zeros((n,), jnp.float32).at[groups].max(1.0, mode="drop", wrap_negative_indices=False))
+    seen = {0: jnp.float32(0)}
+    for ratio in {spec.ratio for spec in c.table} - {0}:
+        visible = jnp.where(segments > 0, (positions + 1) // ratio, 0)
+        seen[ratio] = jnp.sum(visible > 1, dtype=jnp.float32)
+    queries = jnp.stack([seen[spec.ratio] for spec in c.table])
+    once = jax.tree.map(lambda a: a / p.size(p.tokens), (queries, sequences))
+    return jax.tree.map(partial(parallel.total, p), Counts(jnp.sum(batch.loss_mask, dtype=jnp.float32), *once))
+
+
+def total(
+    setup: Setup, w: Weights, batch: Batch, key: Any = None, whole: Counts | None = None
+) -> tuple[Float[Array, ""], Report]:
     """Mean cross-entropy a counted token + weighted indexer KL, balance and z terms, and the step's report.
 
     Each layer's KL is a mean over its queries with at least two visible slots; its balance loss a mean over sequences.
     `setup` must have an objective. On several devices this is a device's share of the loss, to be added up by the
-    caller, and the report is of all of them.
+    caller, and the report is of all of them. Of a part of a batch, with the counts of the `whole`, it is the part's
+    share: shares and reports of the parts add up to those of the batch.
     """
     c, aim = setup.config, setup.objective
     assert aim is not None, "the loss needs an objective: without one `forward` computes no auxiliary sums"
@@ -114,9 +144,11 @@ def total(setup: Setup, w: Weights, batch: Batch, key: Any = None) -> tuple[Floa
     with jax.named_scope("cross_entropy"):
         ce = cross_entropy(head(setup, w), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
     every = partial(parallel.total, p)
-    index = out.index / jnp.maximum(every(out.index_count), 1.0)
-    balance = out.loads.balance / jnp.maximum(every(out.loads.sequences), 1.0)
-    tokens = jnp.maximum(every(ce.tokens), 1.0)
+    if whole is None:
+        whole = jax.tree.map(every, Counts(ce.tokens, out.index_count, out.loads.sequences[0]))
+    index = out.index / jnp.maximum(whole.queries, 1.0)
+    balance = out.loads.balance / jnp.maximum(whole.sequences, 1.0)
+    tokens = jnp.maximum(whole.tokens, 1.0)
     loss = ce.nll / tokens
     if aim.z_weight > 0:
         loss += aim.z_weight * ce.z / tokens

@@ -36,6 +36,7 @@ LAYOUTS = {
     "data x context x expert on tokens": (C, Layout(data=2, expert=2, context=2, expert_splits="tokens")),
 }
 NORMAL = normal(0.02)
+NO_DRAW = jax.random.key(1)  # the losses compared draw nothing at random
 AIM = Objective(balance_weight=0.01, index_teacher="group_mean")
 
 
@@ -153,3 +154,17 @@ def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tm
     assert main.run(split, until=2) == 0 and main.run(split) == 0
     one, other = (metrics.read(tmp_path / name / "metrics.jsonl", "heldout")[-1] for name in ("alone", "split"))
     assert other["nats_per_byte"] == pytest.approx(one["nats_per_byte"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(), Layout(fsdp=2, context=2)])
+def test_a_batch_in_parts_has_the_loss_report_and_gradients_of_the_whole(layout):
+    setup, parts = setup_of(FEW, layout), 4
+    mesh = None if layout.devices == 1 else setup.layout.mesh(jax.devices()[: layout.devices])
+    weights, batch = padded(FEW, tiny.weights(FEW), layout), tiny.batch(FEW, tiny.tokens(FEW, ROWS, WIDTH), DOCUMENTS)
+    cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    (loss, report), grads = jax.device_get(tiny.jit(step.gradients(setup, parts, mesh))(weights, cut, NO_DRAW))
+    (want_loss, want_report), want = jax.device_get(tiny.jit(step.gradients(setup, 1, mesh))(weights, batch, NO_DRAW))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    assert max(tiny.worst(report, want_report).values()) < 1e-5
+    assert not {k: v for k, v in tiny.worst(grads, want).items() if v > 1e-5}

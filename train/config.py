@@ -25,6 +25,7 @@ class Run:
     compute: Compute = field(default_factory=Compute)  # dtype, remat, kernels
     objective: Objective = field(default_factory=Objective)  # auxiliary losses
     layout: Layout = field(default_factory=Layout)  # devices it runs on
+    accumulate: int = 1  # parts of a batch that are differentiated one after the other; more need less memory
     quantize: Quantize = field(default_factory=Quantize)  # values rounded as in the released model; default none
     optim: Optim = field(default_factory=Optim)  # families and schedule
     data: Data = field(default_factory=Data)  # corpus, rows, batch
@@ -39,12 +40,16 @@ class Run:
     sample_temperature: float = 0.7  # of that sample; 0 is greedy
 
     def __post_init__(self) -> None:
-        for key in ("steps", "log_every", "eval_every", "eval_batches", "save_every", "keep"):
+        for key in ("steps", "log_every", "eval_every", "eval_batches", "save_every", "keep", "accumulate"):
             need(getattr(self, key) >= 1, f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("seed", "sample_tokens", "sample_temperature"):
             need(getattr(self, key) >= 0, f"{key} must not be negative, got {getattr(self, key)}")
         need(self.seed < 2**63, f"seed must be below 2**63, got {self.seed}")
         need(self.optim.peak < math.inf, f"optim.peak must be finite, got {self.optim.peak}")
+        need(
+            self.data.batch_size % self.accumulate == 0,
+            f"data.batch_size={self.data.batch_size} rows do not divide into accumulate={self.accumulate} parts",
+        )
         need(bool(self.out), "out names the folder of the run; give it a name, for example out=runs/demo")
         _match_tokenizer(self.model)
         limit = self.model.max_position_embeddings

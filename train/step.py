@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
@@ -80,11 +80,11 @@ def make_step(run: Run, mesh: Mesh | None = None) -> Step:
     rates = optim.schedule(run.optim, run.steps)
     trained = partial(freeze.trained, declared, run.optim.vision_start * run.steps)
     layers = bias_layers(run.model)
-    value = total_loss(run.setup, mesh)
+    differentiate = gradients(run.setup, run.accumulate, mesh)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        (total, report), grads = jax.value_and_grad(value, has_aux=True)(state.params, batch, key)
+        (total, report), grads = differentiate(state.params, batch, key)
         with jax.named_scope("optimiser"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -104,24 +104,62 @@ def declare(setup: Setup) -> dict[str, Any]:
     return sharding.stored(model.declare(setup.config), setup.layout)
 
 
+def gradients(setup: Setup, parts: int = 1, mesh: Mesh | None = None) -> Callable[..., Any]:
+    """((loss, report), gradients) of (weights, batch, key).
+
+    With more than one part the leaves of a batch are [parts, rows, ...]; parts are differentiated one after the other,
+    each with the counts of the whole batch, and their gradients added up in float32.
+    """
+    one = jax.value_and_grad(total_loss(setup, mesh), has_aux=True)
+    if parts == 1:
+        return one
+
+    def every(w: Weights, batch: Batch, key: Array) -> Any:
+        of_part = jax.lax.map(partial(counts, setup, mesh=mesh), batch)
+        whole = jax.tree.map(partial(jnp.sum, axis=0), of_part)
+
+        def add(sums: Any, turn: tuple[Array, Batch]) -> tuple[Any, None]:
+            i, part = turn
+            return jax.tree.map(jnp.add, sums, one(w, part, jax.random.fold_in(key, i), whole)), None
+
+        first = jax.tree.map(lambda a: a[0], batch)
+        shapes = jax.eval_shape(one, w, first, key, whole)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        if mesh is not None:  # gradients lie like the weights
+            where = jax.tree.map(partial(NamedSharding, mesh), sharding.specs(declare(setup), setup.layout))
+            zeros = (zeros[0], jax.lax.with_sharding_constraint(zeros[1], where))
+        return jax.lax.scan(add, zeros, (jnp.arange(parts), batch))[0]
+
+    return every
+
+
 def total_loss(setup: Setup, mesh: Mesh | None = None) -> Callable[..., tuple[Array, loss.Report]]:
-    """`loss.total` of whole arrays (weights, batch, key); on several devices each adds its share."""
+    """`loss.total` of whole arrays (weights, batch, key, counts or None); on several devices each adds its share."""
     at = setup.layout
-    if at.devices == 1:
+    if mesh is None:
         return partial(loss.total, setup)
     stored = sharding.specs(declare(setup), at)
 
-    def value(w: Weights, batch: Batch, key: Array) -> tuple[Array, loss.Report]:
-        def one(w: Weights, batch: Batch, key: Array) -> tuple[Array, loss.Report]:
-            share, report = loss.total(setup, w, batch, key)
+    def value(w: Weights, batch: Batch, key: Array, whole: loss.Counts | None = None) -> tuple[Array, loss.Report]:
+        def one(w: Weights, batch: Batch, key: Array, whole: loss.Counts | None) -> tuple[Array, loss.Report]:
+            share, report = loss.total(setup, w, batch, key, whole)
             return share[None], report
 
-        inside, outside = (stored, sharding.batch_specs(batch, at), P()), (P(at.parallel.everything), P())
+        inside, outside = (stored, sharding.batch_specs(batch, at), P(), P()), (P(at.parallel.everything), P())
         run = jax.shard_map(one, mesh=mesh, in_specs=inside, out_specs=outside, check_vma=False)
-        shares, report = run(w, batch, key)
+        shares, report = run(w, batch, key, whole)
         return shares.sum(), report
 
     return value
+
+
+def counts(setup: Setup, batch: Batch, mesh: Mesh | None = None) -> loss.Counts:
+    """`loss.counts` of a whole batch."""
+    if mesh is None:
+        return loss.counts(setup, batch)
+    inside = (sharding.batch_specs(batch, setup.layout),)
+    one = partial(loss.counts, setup)
+    return jax.shard_map(one, mesh=mesh, in_specs=inside, out_specs=P(), check_vma=False)(batch)
 
 
 def _finite(tree: Any) -> Bool[Array, " leaves"]:
