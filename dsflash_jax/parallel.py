@@ -57,6 +57,21 @@ def combine(p: Parallel, x: Array) -> Array:
     return jax.lax.psum(x, p.heads) if p.heads else x
 
 
+def add(x: Array, axes: Axes) -> Array:
+    """Sum over the devices along `axes`."""
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def mean(x: Array, axes: Axes) -> Array:
+    """Mean over the devices along `axes`."""
+    return jax.lax.pmean(x, axes) if axes else x
+
+
+def count(axes: Axes) -> int:
+    """How many devices there are along `axes`; inside the map only."""
+    return int(jax.lax.axis_size(axes)) if axes else 1
+
+
 def gather(x: Array, axes: Axes, axis: int = 0) -> Array:
     """The parts of all devices along `axes`, after each other."""
     return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
@@ -82,7 +97,7 @@ def buckets(owner: Int[Array, " R"], count: int, room: int) -> tuple[Int[Array, 
 
 def exchange(x: Array, axes: Axes) -> Array:
     """Bucket i of [n * room, ...] goes to device i along `axes`; applied to the answers, it brings them back."""
-    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
 def index(axes: Axes) -> Any:

@@ -93,12 +93,15 @@ class Layout:
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+ONE = Layout()
+
+
 def weight_spec(name: str, w: Weight, at: Layout) -> P:
     """How one weight is stored. Raises ValueError, with the numbers, where no axis of it divides."""
-    return P(*([None] * len(w.stack)), *(axes or None for axes in _split(name, w, at)))
+    return P(*([None] * len(w.stack)), *(axes or None for axes in split_axes(name, w, at)))
 
 
-def _split(name: str, w: Weight, at: Layout) -> list[Axes]:
+def split_axes(name: str, w: Weight, at: Layout) -> list[Axes]:
     """The mesh axes over which each axis of one unstacked weight is split."""
     split: list[list[str]] = [[] for _ in w.shape]
     for i, axis in enumerate(w.axes):
@@ -112,6 +115,8 @@ def _split(name: str, w: Weight, at: Layout) -> list[Axes]:
     if left and w.family in MATRICES and (ROWS in w.axes or prod(w.shape) >= at.whole):
         room = [n // at.size(tuple(s)) for n, s in zip(w.shape, split, strict=True)]
         fits = [i for i, n in enumerate(room) if n % at.size(tuple(left)) == 0]
+        if w.split and w.family == "muon":  # matrices side by side stay whole along the axis that they share
+            fits = [i for i in fits if i != w.matrix[1]]
         if ROWS in w.axes:  # `stored` makes them divide
             fits = [w.axes.index(ROWS)]
         need(bool(fits), f"weight {name} of shape {w.shape}: none of its axes divides over {'x'.join(left)} = "
@@ -151,7 +156,7 @@ def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
         return {name: w[name] for name in declared}
 
     def one(declaration: Weight, array: Any) -> Any:
-        for i, axes in enumerate(_split("", declaration, at)):
+        for i, axes in enumerate(split_axes("", declaration, at)):
             stored = tuple(a for a in axes if a != COMPUTED.get(declaration.axes[i]))
             if stored and declaration.axes[i] != ROWS:
                 array = gather(array, stored, axis=i)

@@ -15,7 +15,7 @@ from tiny_digits import tiny
 
 from dsflash_jax import model
 from dsflash_jax.params import Weight, Weights, leaves, norm, normal
-from train import freeze, optim
+from train import freeze, newton_schulz, optim
 from train.optim import Optim
 
 STEPS, START = 10, 4
@@ -83,7 +83,7 @@ def test_a_frozen_tower_gathers_no_momentum(run: list[dict[str, Any]]) -> None:
     moved = flat(run[START + 1])["vision/w"] - flat(run[START])["vision/w"]
     rate = FLAT.peak * FLAT.vision_rate
     gradient = arrays(START + 1)["vision"]["w"]  # the first that counts: momentum would add those before
-    want = -rate * (optim.muon_update(gradient) + FLAT.weight_decay * run[START]["vision/w"])
+    want = -rate * (newton_schulz.muon_update(gradient) + FLAT.weight_decay * run[START]["vision/w"])
     np.testing.assert_allclose(moved, want, atol=1e-6)  # differences of weights near 1 in float32
 
 

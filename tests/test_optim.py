@@ -11,50 +11,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny_optim import FLAT, INIT, ROUNDING, arrays, flat, gauss
 
-from dsflash_jax.params import Weight, constant, leaves, map_weights, norm, normal
+from dsflash_jax.params import Weight, constant, leaves, map_weights, norm
+from train import newton_schulz, sinkhorn
 from train import optim as o
 from train.optim import Optim
-
-INIT = normal(0.02)
-FLAT = Optim(peak=1e-2, final=1e-2, warmup_steps=0, clip=0.0, weight_decay=0.0)  # constant rate, nothing on top
-ROUNDING = 1e-5  # float32 sums of some hundred terms, ten multiplications deep, relative to the largest entry
-POLAR = 2e-3  # the published schedule leaves singular values up to 2e-3 from 1
-
-
-def gauss(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def arrays(declared, seed: int = 0):
-    weights, tree = jax.tree.flatten(declared)
-    return jax.tree.unflatten(tree, [jnp.asarray(gauss(seed + i, w.full_shape)) for i, w in enumerate(weights)])
-
-
-def flat(tree) -> dict:
-    """Leaves by path."""
-    return {
-        jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def directions(weight: Weight, *grads: np.ndarray, optim: Optim = FLAT, params: np.ndarray | None = None):
-    """Last of the updates that `grads` cause, divided by -learning rate; the parameters stay as they are."""
-    tx = o.build({"w": weight}, optim, 10)
-    params = {"w": jnp.zeros(weight.full_shape) if params is None else jnp.asarray(params)}
-    state, step = tx.init(params), jax.jit(tx.update)
-    for grad in grads:
-        update, state = step({"w": jnp.asarray(grad)}, state, params)
-    return np.asarray(update["w"]) / -optim.peak
-
-
-def orthogonal(x: np.ndarray) -> np.ndarray:
-    u, _, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
-    return u @ v
-
-
-def singular_values(x) -> np.ndarray:
-    return np.linalg.svd(np.asarray(x, np.float64), compute_uv=False)
 
 
 def model() -> dict:
@@ -76,206 +38,6 @@ def model() -> dict:
         },
         "head": Weight((6, 24), ("embed", "vocab"), INIT, "sinkhorn", matrix=(1, 0)),
     }
-
-
-# Newton-Schulz and Muon (training 2.2)
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (128, 512), (512, 128)])
-def test_muon_singular_values_and_rms_are_the_published_ones(shape):
-    update = np.asarray(o.muon_update(jnp.asarray(gauss(0, shape))))
-    sigma = singular_values(update) / (0.18 * np.sqrt(max(shape)))
-    assert 1 - 2e-5 < sigma.min() and sigma.max() < 1.0006 + 2e-5  # 2e-5: float32 rounding of ten steps
-    np.testing.assert_allclose(np.sqrt(np.mean(update**2)), 0.18, atol=5e-5)  # printed to four digits
-
-
-def test_newton_schulz_survives_condition_number_1e4_where_five_plain_steps_do_not():
-    u, v = (np.linalg.qr(gauss(seed, (256, 256)).astype(np.float64))[0] for seed in (1, 2))
-    x = jnp.asarray((u * np.geomspace(1, 1e-4, 256)) @ v, jnp.float32)
-    np.testing.assert_allclose(singular_values(o.newton_schulz(x)).min(), 0.9996, atol=1e-4)  # printed to four digits
-    np.testing.assert_allclose(singular_values(o.newton_schulz(x, (5, 0))).min(), 0.013, atol=5e-4)  # to two
-
-
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25])
-def test_newton_schulz_is_the_polar_factor_at_any_scale(shape, scale):
-    x = gauss(3, shape)
-    np.testing.assert_allclose(o.newton_schulz(jnp.asarray(x * np.float32(scale))), orthogonal(x), atol=POLAR)
-
-
-def test_muon_momentum_adds_whole_gradients_and_looks_ahead():
-    g1, g2 = gauss(1, (8, 12)), gauss(2, (8, 12))
-    want = orthogonal(0.95 * (0.95 * g1 + g2) + g2) * 0.18 * np.sqrt(12)
-    got = directions(Weight((8, 12), ("embed", "mix"), INIT), g1, g2)
-    np.testing.assert_allclose(got, want, atol=POLAR * 0.18 * np.sqrt(12))
-
-
-def test_matrix_decay_is_decoupled_and_times_the_rate():
-    weight, grad, params = Weight((8, 12), ("embed", "mix"), INIT), gauss(1, (8, 12)), gauss(2, (8, 12))
-    decayed = directions(weight, grad, optim=dataclasses.replace(FLAT, weight_decay=0.1), params=params)
-    np.testing.assert_allclose(decayed - directions(weight, grad), 0.1 * params, atol=1e-6)  # float32 spacing below 4
-
-
-# Which entries form one matrix (case 43)
-
-EXPERTS = Weight((4, 8, 12), ("experts", "embed", "expert_width"), INIT, matrix=(1, 2), stack=(3,))
-HEADS = Weight((8, 4, 12), ("q_latent", "heads", "head_dim"), INIT, matrix=(0, 2), stack=(3,))
-GROUPS = Weight((2, 8, 12), ("groups", "group_in", "o_latent"), INIT, matrix=(1, 2))
-MIXES = Weight((8, 24), ("embed", "mix"), INIT, split=(4, 4, 16), stack=(3,))
-LAYOUTS = {
-    "scan": (Weight((8, 12), ("embed", "mix"), INIT, stack=(3,)), [np.s_[i] for i in range(3)]),
-    "scans": (Weight((8, 12), ("embed", "mix"), INIT, stack=(2, 3)), [np.s_[1, i] for i in range(3)]),
-    "experts": (EXPERTS, [np.s_[i, j] for i in (0, 2) for j in range(4)]),
-    "heads": (HEADS, [np.s_[i, :, j] for i in (0, 2) for j in range(4)]),
-    "groups": (GROUPS, [np.s_[0], np.s_[1]]),
-    "split": (MIXES, [np.s_[1, :, :4], np.s_[1, :, 4:8], np.s_[1, :, 8:]]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_unit_matrix_is_updated_as_if_alone(layout):
-    weight, units = LAYOUTS[layout]
-    grad = gauss(5, weight.full_shape)
-    update = directions(weight, grad)
-    for unit in units:
-        alone = directions(Weight(grad[unit].shape, ("embed", "mix"), INIT), grad[unit])
-        np.testing.assert_allclose(update[unit], alone, atol=ROUNDING)
-        sigma = singular_values(update[unit]) / (0.18 * np.sqrt(max(grad[unit].shape)))
-        assert 0.65 < sigma.min() and sigma.max() < 1.25
-
-
-SHARED = {  # 8 x 12 three times over, once tall, once as the first part of a split, and 8 x 8 three times
-    "experts": EXPERTS,
-    "tall": Weight((2, 12, 8), ("groups", "group_in", "o_latent"), INIT, matrix=(1, 2)),
-    "split": Weight((8, 28), ("embed", "mix"), INIT, split=(12, 8, 8), stack=(3,)),
-    "square": Weight((8, 8), ("embed", "mix"), INIT),
-}
-
-
-def test_weights_of_one_shape_are_updated_as_if_alone():
-    grads = arrays(SHARED)
-    tx = o.build(SHARED, FLAT, 10)
-    together, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
-    for name, weight in SHARED.items():
-        alone = directions(weight, grads[name])
-        np.testing.assert_allclose(np.asarray(together[name]) / -FLAT.peak, alone, atol=ROUNDING, err_msg=name)
-
-
-def lowered(declared) -> str:
-    tx = o.build(declared, FLAT, 10)
-    params = map_weights(lambda w: jax.ShapeDtypeStruct(w.full_shape, jnp.float32), declared)
-    return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
-
-
-@pytest.mark.parametrize(
-    ("names", "shapes"), [(("square",), 1), (("experts", "tall"), 1), (("split",), 2), (tuple(SHARED), 2)]
-)
-def test_an_update_holds_one_loop_for_each_distinct_shape_of_matrices(names, shapes):
-    assert lowered({name: SHARED[name] for name in names}).count("stablehlo.while") == shapes
-
-
-def test_a_shape_that_one_weight_has_is_not_copied():
-    assert "concatenate" not in lowered({"experts": EXPERTS, "square": SHARED["square"]})
-    assert lowered({"experts": EXPERTS, "tall": SHARED["tall"]}).count("stablehlo.concatenate") == 1
-
-
-def test_fused_hyper_connections_are_one_matrix():
-    grad = gauss(5, (3, 8, 24))
-    fused = directions(MIXES, grad, optim=dataclasses.replace(FLAT, mhc_fused=True))
-    want = np.stack([orthogonal(g) for g in grad]) * 0.18 * np.sqrt(24)
-    np.testing.assert_allclose(fused, want, atol=POLAR * 0.18 * np.sqrt(24))
-    assert np.abs(directions(MIXES, grad) - want).max() > 0.05
-
-
-# Sinkhorn (training 2.3)
-
-
-def balance(g: np.ndarray) -> np.ndarray:
-    """The published algorithm as printed: float64, the whole matrix rewritten on every pass."""
-    u = g.astype(np.float64)
-    rho = np.sqrt((u**2).sum(1))
-    u[rho <= 1e-3 * rho.mean()] = 0
-    for k in range(1, 12):
-        u = u / (np.sqrt((u**2).sum(k % 2, keepdims=True)) + 1e-20)
-    return np.sqrt(g.shape[1]) * u
-
-
-def test_sinkhorn_row_and_column_rms_are_the_published_ones():
-    rng = np.random.default_rng(0)
-    g = rng.standard_normal((4096, 256)) * np.exp(rng.standard_normal((4096, 1)))
-    quiet = rng.choice(4096, 100, replace=False)
-    g[quiet] *= 1e-9
-    got = np.asarray(o.sinkhorn_update(jnp.asarray(g, jnp.float32)))
-    moved = np.setdiff1d(np.arange(4096), quiet)
-    assert not got[quiet].any()
-    np.testing.assert_allclose(np.sqrt((got[moved] ** 2).mean(1)), 1, atol=2e-6)  # float32; 1e-12 in float64
-    np.testing.assert_allclose(np.sqrt((got**2).mean(0)), np.sqrt(3996 / 4096), atol=2e-6)
-    np.testing.assert_allclose(got, balance(g), atol=ROUNDING * np.abs(got).max())
-
-
-def test_sinkhorn_keeps_zero_columns_zero_and_the_rest_finite():
-    g = gauss(1, (30, 8))
-    g[:, 3] = 0
-    got = np.asarray(o.sinkhorn_update(jnp.asarray(g)))
-    assert not got[:, 3].any()
-    np.testing.assert_allclose(got, balance(g), atol=ROUNDING * np.abs(got).max())
-
-
-def test_sinkhorn_momentum_is_an_average_that_looks_ahead():
-    g1, g2 = gauss(1, (30, 8)), gauss(2, (30, 8))
-    loud = dataclasses.replace(FLAT, sinkhorn_eps=1.0)  # so large an eps makes the momentum's scale visible
-    mixed = 0.95 * (0.95 * 0.05 * g1 + 0.05 * g2) + 0.05 * g2
-    want = 0.18 * np.asarray(o.sinkhorn_update(jnp.asarray(mixed), eps=1.0))
-    got = directions(Weight((30, 8), ("vocab", "embed"), INIT, "sinkhorn"), g1, g2, optim=loud)
-    np.testing.assert_allclose(got, want, atol=ROUNDING * np.abs(want).max())
-
-
-def test_rows_are_the_vocabulary_whatever_the_storage_order_and_do_not_decay():
-    grad, params = gauss(1, (40, 8)), gauss(2, (8, 40))
-    head = Weight((8, 40), ("embed", "vocab"), INIT, "sinkhorn", matrix=(1, 0))
-    got = directions(head, grad.T, optim=dataclasses.replace(FLAT, weight_decay=0.1), params=params)
-    np.testing.assert_allclose(got.T, 0.18 * balance(grad), atol=ROUNDING)
-
-
-def test_each_hash_head_is_balanced_alone_at_five_times_the_rate():
-    weight = Weight((40, 4), ("ngram_rows", "ngram_dim"), INIT, "sinkhorn", split=(17, 23))
-    grad = gauss(1, (40, 4)) * np.repeat([1e-6, 1], [17, 23])[:, None].astype(
-        np.float32
-    )  # together, 17 would be masked
-    want = 5 * 0.18 * np.concatenate([balance(grad[:17]), balance(grad[17:])])
-    np.testing.assert_allclose(directions(weight, grad), want, atol=5 * ROUNDING)
-
-
-def test_rows_never_read_stay_and_rows_read_earlier_follow_their_momentum():
-    rows, width, rate = 1000, 8, FLAT.peak * 5 * 0.18
-    rng = np.random.default_rng(0)
-    ids = [rng.choice(500, 20, replace=False) for _ in range(3)]
-    ids[0][1] = ids[0][0]  # one row read twice
-    targets = [gauss(10 + i, (20, width)) for i in range(3)]
-    weight = Weight((rows, width), ("ngram_rows", "ngram_dim"), INIT, "sinkhorn")
-    tx = o.build({"w": weight}, dataclasses.replace(FLAT, weight_decay=0.1), 10)
-    first = gauss(1, (rows, width))
-    params, want, momentum = {"w": jnp.asarray(first)}, first.astype(np.float64), np.zeros((rows, width))
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, i, y):
-        grads = jax.grad(lambda p: jnp.sum(p["w"][i] * y))(params)
-        update, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, update), state
-
-    for i, y in zip(ids, targets, strict=True):
-        params, state = step(params, state, i, y)
-        grad = np.zeros((rows, width))
-        np.add.at(grad, i, y)  # a row read twice gets the sum
-        momentum = 0.95 * momentum + 0.05 * grad
-        want -= rate * balance(0.95 * momentum + 0.05 * grad)
-    got, unread = np.asarray(params["w"]), np.setdiff1d(np.arange(rows), np.concatenate(ids))
-    np.testing.assert_array_equal(got[unread], first[unread])
-    np.testing.assert_allclose(got, want, atol=2e-6)  # float32 spacing of entries up to 4, three steps
-    once = np.setdiff1d(ids[0], np.concatenate(ids[1:]))
-    moved = np.sqrt(np.mean((got - first)[once] ** 2, axis=1))
-    assert moved.min() > 2 * rate  # the row moved in all three updates, each time by the full rate
 
 
 # AdamW, routing, clipping
@@ -553,8 +315,8 @@ def test_the_maths_holds_under_strict_promotion():
     x = jnp.asarray(gauss(0, (8, 12)))
     with jax.numpy_dtype_promotion("strict"):
         results = (
-            o.muon_update(x),
-            o.sinkhorn_update(x),
+            newton_schulz.muon_update(x),
+            sinkhorn.sinkhorn_update(x),
             o.router_bias_update(x, jnp.ones((8, 12), jnp.int32), 0.001),
             o.grad_norm({"w": norm(12, "embed")}, {"w": x}),
             o.schedule(Optim(), 10_000)(jnp.int32(3)),

@@ -90,8 +90,8 @@ def test_an_update_is_that_of_one_device(name):
 
     def updated(layout: Layout):
         declared = sharding.stored(model.declare(C), layout)
-        tx = optim.build(declared, Optim(warmup_steps=1), 10)
         mesh = layout.mesh(jax.devices()[: layout.devices])
+        tx = optim.build(declared, Optim(warmup_steps=1), 10, layout, mesh)
         place = partial(
             jax.device_put, device=jax.tree.map(partial(NamedSharding, mesh), sharding.specs(declared, layout))
         )

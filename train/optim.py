@@ -16,24 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, pi, sqrt
+from math import isfinite, pi
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
+from dsflash_jax import sharding
 from dsflash_jax.config import check_literals, need
-from dsflash_jax.ops import HIGHEST
 from dsflash_jax.params import Weight, Weights, leaves
-from train import freeze
-
-# X <- a X + b (X X^T) X + c (X X^T)^2 X: a first kind of step that lifts small singular values fast, and a second
-# that pulls all of them to 1 (training 2.2, stated in V4 section 2.4).
-LIFT = (3.4445, -4.7750, 2.0315)
-SETTLE = (2.0, -1.5, 0.5)
+from dsflash_jax.sharding import ONE, Layout
+from train import freeze, newton_schulz, sinkhorn
 
 
 @dataclass(frozen=True)
@@ -135,9 +131,12 @@ def labels(declared: Weights, optim: Optim = Optim()) -> Any:
     return jax.tree_util.tree_map_with_path(label, declared)
 
 
-def build(declared: Weights, optim: Optim, steps: int) -> optax.GradientTransformation:
+def build(
+    declared: Weights, optim: Optim, steps: int, layout: Layout = ONE, mesh: Mesh | None = None
+) -> optax.GradientTransformation:
     """The optimiser of a run of `steps` updates, for parameters in the tree of `declared`.
 
+    On several devices parameters and gradients lie on `mesh` as `sharding.specs` says, and so does what comes out.
     `update` needs the parameters. Parameters are the float32 master weights; `init` raises ValueError naming the
     first whose shape or dtype differs from its declaration. `rule` weights get a zero update.
     """
@@ -148,13 +147,13 @@ def build(declared: Weights, optim: Optim, steps: int) -> optax.GradientTransfor
     families = {
         "muon": optax.chain(
             optax.trace(optim.muon_momentum, nesterov=True),  # M <- mu M + G, out mu M + G
-            _muon(optim, _only(declared, names, "muon")),
+            _muon(optim, _only(declared, names, "muon"), layout, mesh),
             decay,
         ),
         "sinkhorn": optax.chain(
             optax.scale(1 - optim.sinkhorn_momentum),  # turns the sum below into beta M + (1 - beta) G
             optax.trace(optim.sinkhorn_momentum, nesterov=True),
-            _sinkhorn(optim, _only(declared, names, "sinkhorn")),
+            _sinkhorn(optim, _only(declared, names, "sinkhorn"), layout, mesh),
         ),
         "adamw_decay": optax.chain(adam, decay),
         "adamw": adam,
@@ -202,150 +201,38 @@ def router_bias_update(bias: Float[Array, "*B E"], counts: Num[Array, "*B E"], r
     return bias + rate * jnp.sign(jnp.mean(excess, axis=-1, keepdims=True) - excess).astype(bias.dtype)
 
 
-def newton_schulz(x: Float[Array, "*B I O"], steps: tuple[int, int] = (8, 2)) -> Float[Array, "*B I O"]:
-    """The matrix with x's singular vectors and singular values 1: U V^T of x = U S V^T, by ten steps.
-
-    X <- X / ||X||_F, then steps[0] times X <- a X + b (X X^T) X + c (X X^T)^2 X with `LIFT`, and steps[1] times with
-    `SETTLE`. Singular values end within 0.06 % of 1 for Gaussian matrices and within 0.2 % at condition 1e4 and 256
-    rows. Works on the wide side, in float32 at the highest precision. A zero matrix stays zero, and the scale of x
-    does not matter. Source: training 2.2. Cost: 4 m^2 n + 2 m^3 FLOPs a step, m = min(I, O), n = max(I, O).
-    """
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.astype(jnp.float32)
-    x = jnp.swapaxes(x, -2, -1) if tall else x
-    # Squares of entries below 1e-19 vanish in float32, so the largest entry becomes 1 first.
-    x = _divide(x, jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
-    x = _divide(x, jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)))
-
-    def step(x: Array, coefficients: Array) -> tuple[Array, None]:
-        a, b, c = coefficients
-        gram = jnp.matmul(x, jnp.swapaxes(x, -2, -1), precision=HIGHEST)
-        inner = b * gram + c * jnp.matmul(gram, gram, precision=HIGHEST)
-        return a * x + jnp.matmul(inner, x, precision=HIGHEST), None
-
-    # Coefficients are data of the one loop: a loop for each kind of step would compile the body twice.
-    table = np.array([LIFT] * steps[0] + [SETTLE] * steps[1], np.float32).reshape(-1, len(LIFT))
-    x, _ = jax.lax.scan(step, x, jnp.asarray(table))
-    return jnp.swapaxes(x, -2, -1) if tall else x
-
-
-def _divide(x: Array, by: Array) -> Array:
-    return x / jnp.where(by > 0, by, 1)
-
-
-def muon_update(
-    momentum: Float[Array, "*B I O"], *, steps: tuple[int, int] = (8, 2), rms: float = 0.18
-) -> Float[Array, "*B I O"]:
-    """Orthogonalised momentum with root mean square `rms`: newton_schulz(N) * sqrt(max(I, O)) * rms, float32.
-
-    Leading axes are separate matrices. Source: training 2.2.
-    """
-    return newton_schulz(momentum, steps) * (sqrt(max(momentum.shape[-2:])) * rms)
-
-
-def sinkhorn_update(
-    momentum: Float[Array, "*B R O"], *, iterations: int = 11, tau: float = 1e-3, eps: float = 1e-20
-) -> Float[Array, "*B R O"]:
-    """Momentum balanced over rows and columns, sqrt(O) * U: a row that moves has root mean square 1. float32.
-
-    U starts as the momentum, rows with norm <= tau * (mean row norm) set to zero. Odd passes divide rows, even passes
-    columns, by (their norm + eps). Only the scales of U = diag(r) G diag(c) are kept: a row pass is
-    r <- r / (r a + eps) with a = ||G_i * c||, a column pass the same for c. A zero row or column stays zero. Leading
-    axes are separate matrices. A row that was never read has no momentum, so it is below the threshold and does not
-    move; a row read once moves on by its decaying momentum until that falls below the threshold.
-    Source: training 2.3. Cost: `iterations` + 2 reads of the matrix.
-    """
-    g = momentum.astype(jnp.float32)
-    norms = _norm(g, -1)  # [*B, R]
-    r = (norms > tau * jnp.mean(norms, axis=-1, keepdims=True)).astype(jnp.float32)
-    c = jnp.ones(g.shape[:-2] + g.shape[-1:], jnp.float32)  # [*B, O]
-
-    def rescale(scale: Array, norm: Array) -> Array:
-        # Scale 1/eps for a zero column would overflow on the second pass and give 0 * inf.
-        return jnp.where(norm > 0, scale / (scale * norm + eps), scale)
-
-    def pair(_: Any, scales: tuple[Array, Array]) -> tuple[Array, Array]:
-        r, c = scales
-        c = rescale(c, _norm(r[..., None] * g, -2))
-        return rescale(r, _norm(g * c[..., None, :], -1)), c
-
-    r, c = jax.lax.fori_loop(0, iterations // 2, pair, (rescale(r, norms), c))
-    return r[..., None] * g * c[..., None, :] * sqrt(g.shape[-1])
-
-
-def _norm(x: Array, axis: int) -> Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=axis))
-
-
-def _muon(optim: Optim, declared: Any) -> optax.GradientTransformation:
-    """`muon_update` of every unit matrix of every weight, without state; equal shapes share one loop."""
+def _muon(optim: Optim, declared: Any, at: Layout, mesh: Mesh | None) -> optax.GradientTransformation:
+    """`newton_schulz.muon_update` of every unit matrix of every weight, without state."""
     weights = jax.tree.leaves(declared)
     splits = [() if optim.mhc_fused and _out_axis(weight) == "mix" else weight.split for weight in weights]
-    update = partial(muon_update, steps=optim.muon_steps, rms=optim.muon_rms)
+    update = partial(newton_schulz.muon_update, steps=optim.muon_steps, rms=optim.muon_rms)
 
-    def directions(momenta: Any, params: Any) -> Any:
+    def directions(momenta: Any) -> Any:
         arrays, tree = jax.tree.flatten(momenta)
-        cut = [_cut(x, weight, split, axis=-1) for x, weight, split in zip(arrays, weights, splits, strict=True)]
-        updated = iter(_by_shape(update, [part for parts in cut for part in parts]))
-        joined = [_join([next(updated) for _ in parts], w, axis=-1) for parts, w in zip(cut, weights, strict=True)]
-        return jax.tree.unflatten(tree, joined)
+        return jax.tree.unflatten(tree, newton_schulz.directions(update, arrays, weights, splits, at))
 
-    return optax.stateless(directions)
+    return optax.stateless(_on_shards(directions, declared, at, mesh))
 
 
-def _by_shape(update: Callable[[Array], Array], matrices: list[Array]) -> list[Array]:
-    """Apply `update`, which must commute with transposing, to arrays of matrices [*B, I, O]: once for each shape.
-
-    All matrices of a shape, tall ones transposed, form one stack [N, rows, cols], rows <= cols. The program so holds
-    one loop for each distinct shape, not for each weight. A stack of several arrays is one copy of them, and its
-    temporaries live for all of them at once; a stack of one array is that array.
-    """
-    shapes = [tuple(sorted(x.shape[-2:])) for x in matrices]
-    results = list(matrices)
-    for shape in dict.fromkeys(shapes):
-        places = [i for i, other in enumerate(shapes) if other == shape]
-        wide = [_transpose_tall(matrices[i], matrices[i]) for i in places]
-        stacks = [x.reshape(-1, *shape) for x in wide]
-        ends = np.cumsum([len(stack) for stack in stacks])
-        # The one place where a whole stack is at hand, before and after: a sharding along N belongs here.
-        stack = update(jnp.concatenate(stacks))
-        for i, x, part in zip(places, wide, jnp.split(stack, ends[:-1]), strict=True):
-            results[i] = _transpose_tall(part.reshape(x.shape), matrices[i])
-    return results
-
-
-def _transpose_tall(x: Array, like: Array) -> Array:
-    """x with its last two axes swapped if the matrices of `like` have more rows than columns."""
-    return jnp.swapaxes(x, -2, -1) if like.shape[-2] > like.shape[-1] else x
-
-
-def _sinkhorn(optim: Optim, declared: Any) -> optax.GradientTransformation:
-    """Scaled `sinkhorn_update` of every table, without state."""
-    update = partial(
-        sinkhorn_update, iterations=optim.sinkhorn_iterations, tau=optim.sinkhorn_tau, eps=optim.sinkhorn_eps
-    )
+def _sinkhorn(optim: Optim, declared: Any, at: Layout, mesh: Mesh | None) -> optax.GradientTransformation:
+    """Scaled `sinkhorn.sinkhorn_update` of every table, without state."""
+    how = {"iterations": optim.sinkhorn_iterations, "tau": optim.sinkhorn_tau, "eps": optim.sinkhorn_eps}
 
     def direction(momentum: Array, weight: Weight) -> Array:
         scale = optim.sinkhorn_gamma * (optim.table_multiplier if weight.axes[0] == "ngram_rows" else 1)
-        parts = [update(part) for part in _cut(momentum, weight, weight.split, axis=-2)]
-        return scale * _join(parts, weight, axis=-2)
+        return scale * sinkhorn.direction(momentum, weight, at, **how)
 
-    return optax.stateless(lambda momenta, params: jax.tree.map(direction, momenta, declared))
-
-
-def _cut(x: Array, weight: Weight, split: tuple[int, ...], axis: int) -> list[Array]:
-    """The unit matrices of a stored weight, their axes moved last: one array for each part along `axis`."""
-    x = jnp.moveaxis(x, _matrix_places(weight), (-2, -1))
-    return jnp.split(x, np.cumsum(split)[:-1], axis=axis) if split else [x]
+    return optax.stateless(_on_shards(lambda momenta: jax.tree.map(direction, momenta, declared), declared, at, mesh))
 
 
-def _join(parts: list[Array], weight: Weight, axis: int) -> Array:
-    """The stored weight of the parts that `_cut` made."""
-    return jnp.moveaxis(jnp.concatenate(parts, axis=axis), (-2, -1), _matrix_places(weight))
-
-
-def _matrix_places(weight: Weight) -> tuple[int, ...]:
-    return tuple(len(weight.stack) + i for i in weight.matrix)
+def _on_shards(function: Callable[[Any], Any], declared: Any, at: Layout, mesh: Mesh | None) -> Callable[..., Any]:
+    """`function` of the momenta of `declared`, on several devices of what each of them stores."""
+    if at.devices == 1:
+        return lambda momenta, params: function(momenta)
+    specs = sharding.specs(declared, at)
+    return lambda momenta, params: jax.shard_map(
+        function, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+    )(momenta)
 
 
 def _only(declared: Weights, names: Any, keep: str) -> Any:

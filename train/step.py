@@ -76,7 +76,7 @@ def make_step(run: Run, mesh: Mesh | None = None) -> Step:
     A step whose loss, gradient, new weight or new optimiser state is not finite returns the old state.
     """
     declared = declare(run.setup)
-    tx = optim.build(declared, run.optim, run.steps)
+    tx = optim.build(declared, run.optim, run.steps, run.layout, mesh)
     rates = optim.schedule(run.optim, run.steps)
     trained = partial(freeze.trained, declared, run.optim.vision_start * run.steps)
     layers = bias_layers(run.model)
