@@ -205,14 +205,15 @@ def apply(
     c: Config,
     rounding: Rounding = exact,
     p: Parallel = ONE,
-) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"]]:
-    """x + gate * value, and the gate: one value a token, one gate a copy from the copy's match with its key (float32).
+) -> tuple[Float[Array, "B T M D"], Float[Array, "B T M"], Float[Array, ""]]:
+    """x + gate * value, the gate, and the rows that found no room: one value a token, one gate a copy from the copy's
+    match with its key (float32).
 
     gate = sigmoid(sign(dot) sqrt(max(|dot|, 1e-6))), dot = the weighted product of copy and key, each normalised by
     its own mean square, over sqrt(D). Image tokens keep their stream.
     """
     m, d = x.shape[2:]
-    read = look_up(p, w["embed"], rows, x.dtype)  # [B, T, N, width]
+    read, dropped = look_up(p, w["embed"], rows, x.dtype)  # [B, T, N, width]
     kv = linear(rounding(read.reshape(*read.shape[:2], -1)), w["wkv"]).astype(jnp.float32)  # [B, T, M + 1, D]
     key, value, x32 = kv[:, :, :m], kv[:, :, m:], x.astype(jnp.float32)
     scale = lambda a: jax.lax.rsqrt(jnp.mean(jnp.square(a), axis=-1) + c.rms_norm_eps)  # noqa: E731
@@ -221,4 +222,4 @@ def apply(
     gate = jax.nn.sigmoid(jnp.sign(dot) * jnp.sqrt(jnp.maximum(jnp.abs(dot), MIN_DOT)))
     if image is not None:
         gate = jnp.where(image[..., None], 0.0, gate)
-    return (x32 + gate[..., None] * value).astype(x.dtype), gate
+    return (x32 + gate[..., None] * value).astype(x.dtype), gate, dropped

@@ -42,7 +42,7 @@ class Report:
     balance: Any  # float [L]: sequence balance loss
     counts: Any  # float [L, E]: tokens of text each expert was chosen for
     counts_vl: Any  # float [L, E]: tokens of image spans each expert was chosen for
-    dropped: Any  # float [L]: rows that found no room on the way to their expert; a step with one is refused
+    dropped: Any  # float [L]: rows that found no room on the way to an expert or a table; a step with one is refused
 
 
 def cross_entropy(

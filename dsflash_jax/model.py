@@ -117,11 +117,12 @@ def layer(
     Without an objective the auxiliary sums are zeros of the same structure.
     """
     c, x, p = setup.config, stream.x, setup.parallel
-    w = sharding.fetch(setup.layout, declare_layer(c, spec), w)
+    w, unread = sharding.fetch(setup.layout, declare_layer(c, spec), w), jnp.float32(0)
     if spec.engram is not None:
         with jax.named_scope("engram"):
             assert ctx.engram_rows is not None, "a layer has n-gram memory but the batch carries no engram_rows"
-            x, gate = engram.apply(w["engram"], x, ctx.engram_rows[:, :, spec.engram], ctx.image, c, setup.inputs, p)
+            ids = ctx.engram_rows[:, :, spec.engram]
+            x, gate, unread = engram.apply(w["engram"], x, ids, ctx.image, c, setup.inputs, p)
             mark(trace, "engram_gate", gate)
     taps = _mean_copy(x)[None][: int(spec.tap)] if setup.taps else None
 
@@ -130,6 +131,7 @@ def layer(
         return y, (made, index)
 
     stream, (shared, index), routing = block(setup, w, Stream(x, stream.pre), attend, ctx.image, trace)
+    routing = replace(routing, dropped=routing.dropped + unread)
     groups = ctx.groups.reshape(-1)
     kl, count = index
     image = None if ctx.image is None else ctx.image.reshape(-1)

@@ -42,7 +42,7 @@ class Loads:
     counts_vl: Any  # float [E]: the same by tokens of image spans
     balance: Any  # float []: sum over sequences of the balance term
     sequences: Any  # float []: how many sequences that sum has
-    dropped: Any = None  # float []: rows that no expert saw, see `routed`
+    dropped: Any = None  # float []: rows that no expert saw, see `routed`, and n-gram rows that nobody read
 
 
 def weights(c: Config) -> dict[str, object]:

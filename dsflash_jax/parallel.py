@@ -8,7 +8,7 @@ sum over devices of what they compute, so a device returns its own share of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ class Parallel:
     tables: Axes = ()  # split the rows of the n-gram tables
     heads: Axes = ()  # split attention heads and expert width; these devices hold the same tokens
     sizes: tuple[tuple[str, int], ...] = ()  # devices along each axis
-    capacity: float = 0.0  # room of a bucket of `exchange`, times the mean of rows; 0: gather all tokens instead
+    capacity: float = 0.0  # room of a bucket of `exchange`, times the mean of rows; 0: gather everything instead
 
     def size(self, axes: Axes) -> int:
         """Devices along the product of `axes`."""
@@ -113,19 +113,52 @@ def over_heads(p: Parallel, x: Array) -> Array:
     return top + jnp.log(jax.lax.psum(jnp.exp(x - top), p.heads))
 
 
-def look_up(p: Parallel, table: Array, rows: Array, dtype: Any) -> Array:
-    """table[rows] as `dtype`, [..., width]; every device holds some consecutive rows and asks for rows of its own.
+def look_up(p: Parallel, table: Array, rows: Array, dtype: Any) -> tuple[Array, Array]:
+    """table[rows] as `dtype`, [..., width], and how many rows found no room; every device holds some consecutive rows
+    and asks for rows of its own.
 
-    The row numbers of all devices go to all owners; the answers come back summed, for one owner knows each. The table
-    stays where it is, and a row's gradient reaches its owner.
+    Without a capacity the row numbers of all devices go to all owners; the answers come back summed, for one owner
+    knows each. With one, each row travels once, see `_ask_owners`. The table stays where it is, and a row's gradient
+    reaches its owner.
     """
+    none = jnp.float32(0)
     if not p.tables:
-        return table[rows].astype(dtype)
+        return table[rows].astype(dtype), none
+    if p.capacity:
+        read, dropped = _ask_owners(p, table, rows.reshape(-1), dtype)
+        return read.reshape(*rows.shape, -1), dropped
     asked = gather(rows.reshape(-1), p.tables)
     local = asked - index(p.tables) * table.shape[0]
     known = (local >= 0) & (local < table.shape[0])
     read = jnp.where(known[:, None], table.at[jnp.where(known, local, 0)].get(mode="clip").astype(dtype), 0)
-    return scatter(read, p.tables).reshape(*rows.shape, table.shape[1])
+    return scatter(read, p.tables).reshape(*rows.shape, table.shape[1]), none
+
+
+def _ask_owners(p: Parallel, table: Array, rows: Int[Array, " R"], dtype: Any) -> tuple[Array, Array]:
+    """The rows [R, width], and how many of them, each counted once, found no room and are zero.
+
+    A device asks for each of its row numbers once: the numbers go to their owners in buckets of capacity * mean of all
+    R, the answers come back, and are handed to all who asked. Backward adds up their gradients in float32 before they
+    travel. Devices that hold the same tokens ask alike, and each sends its share of the gradient.
+    """
+    held, shards = table.shape[0], p.size(p.tables)
+    numbers, which = distinct(rows, filler=held * shards)  # an owner behind the last
+    room = min(ceil(p.capacity * len(rows) / shards), len(rows), held)
+    place, dropped = buckets(numbers // held, shards, room)
+    empty = jnp.full(shards * room, held, rows.dtype)
+    asked = exchange(empty.at[place].set(numbers % held, mode="drop"), p.tables)
+    read = table.at[asked].get(mode="fill", fill_value=0).astype(dtype)
+    answers = exchange(read, p.tables).astype(jnp.float32)
+    return answers.at[place[which]].get(mode="fill", fill_value=0).astype(dtype), dropped
+
+
+def distinct(x: Int[Array, " R"], filler: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """The distinct numbers of x in rising order, then `filler`; and the place of each of x among them."""
+    order = jnp.argsort(x)
+    rising = x[order]
+    new = jnp.concatenate([jnp.zeros(1, bool), rising[1:] != rising[:-1]])
+    place = jnp.cumsum(new, dtype=x.dtype)
+    return jnp.full_like(x, filler).at[place].set(rising), jnp.zeros_like(x).at[order].set(place)
 
 
 def whole(p: Parallel, x: Array, axis: int = 1) -> Array:

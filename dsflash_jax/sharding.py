@@ -41,7 +41,7 @@ class Layout:
     context: int = 1  # tokens of a row
     tensor: int = 1  # heads and expert width; all of them work on the same tokens
     expert_splits: Literal["rows", "tokens"] = "rows"  # what the expert axis splits outside the experts
-    capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all tokens at all experts
+    capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all at all experts and tables
     whole: int = 2**16  # matrices of fewer entries are whole on every device, too
 
     def __post_init__(self) -> None:

@@ -165,7 +165,7 @@ def test_taps_are_the_mean_copies_of_the_tapped_layers_inputs_in_order(tapped: t
 
     traces = jax.jit(traced)(w, batch)
     x, _ = hyper.start(w["embed"][batch.tokens], c.hc_mult)
-    written, _ = engram.apply(w["layers"]["layer0"]["engram"], x, batch.engram_rows[:, :, 0], None, c)
+    written, _, _ = engram.apply(w["layers"]["layer0"]["engram"], x, batch.engram_rows[:, :, 0], None, c)
     inputs = (written, traces[1]["h_out"], traces[3]["h_out"])
     np.testing.assert_allclose(out.taps, jnp.stack([jnp.mean(x, axis=2) for x in inputs]), rtol=0, atol=1e-6)
     assert float(jnp.abs(written - x).mean()) > 1e-3

@@ -22,7 +22,7 @@ def module():
 
 def test_each_copy_has_its_own_gate_and_all_share_one_value(module):
     c, w, x, ids = module
-    got, gate = engram.apply(w, x, ids, None, c)
+    got, gate, _ = engram.apply(w, x, ids, None, c)
     read = np.asarray(w["embed"])[np.asarray(ids)].reshape(1, 5, -1)
     kv = np.tensordot(read, np.asarray(w["wkv"]), 1)  # [1, 5, copies + 1, D]
     for t, copy in np.ndindex(5, c.hc_mult):
@@ -38,7 +38,7 @@ def test_each_copy_has_its_own_gate_and_all_share_one_value(module):
 def test_image_tokens_keep_their_stream_bit_for_bit(module):
     c, w, x, ids = module
     image = jnp.asarray([[False, True, False, False, False]])
-    got, gate = engram.apply(w, x, ids, image, c)
+    got, gate, _ = engram.apply(w, x, ids, image, c)
     np.testing.assert_array_equal(got[:, 1], x[:, 1])
     np.testing.assert_array_equal(gate[:, 1], np.zeros((1, c.hc_mult)))
     assert (gate[:, 2:] > 0).all()
