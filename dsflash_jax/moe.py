@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import Any
 
 import jax
@@ -186,28 +185,21 @@ def routed(
 
     Where experts are split, `w` holds this device's. Without a capacity, the tokens of all devices that split them are
     gathered, each device adds up what its experts give, and the sums are scattered back: no token is dropped however
-    they choose. With one, every row travels to its expert and back in buckets of capacity * mean rows, the way back in
-    x's dtype; a row that finds its bucket full adds nothing and is counted, for the caller to refuse the step.
+    they choose. With one, every row travels to its expert and back (`parallel.dispatch`), the way back in x's dtype; a
+    row that finds no place there adds nothing and is counted, for the caller to refuse the step.
     """
     n, a = r.experts.shape
-    mine, shards = w["w1"].shape[0], p.size(p.experts)
-    x = rounding(x)
+    mine, x = w["w1"].shape[0], rounding(x)
     if not p.experts or not p.capacity:
         x, ids, weights = (parallel.gather(v, p.experts) for v in (x, r.experts, r.weights))
         out = own_experts(w, x, ids - parallel.index(p.experts) * mine, weights, c, how, rounding)
         return parallel.scatter(out, p.experts), jnp.float32(0)
-    room = min(n * a, ceil(p.capacity * n * a / shards))
     flat = r.experts.reshape(-1)
-    place, dropped = parallel.buckets(flat // mine, shards, room)
-
-    def sent(values: Array, empty: Any) -> Array:
-        filled = jnp.full((shards * room,), empty, values.dtype)
-        return parallel.exchange(filled.at[place].set(values, mode="drop", unique_indices=True), p.experts)[:, None]
-
-    ids, weights = sent(flat % mine, mine), sent(r.weights.reshape(-1), 0)
-    rows = parallel.exchange(spread(x, place.reshape(n, a), shards * room), p.experts)
-    out = own_experts(w, rows, ids, weights, c, how, rounding).astype(x.dtype)
-    return collect(parallel.exchange(out, p.experts), place.reshape(n, a)), dropped
+    way = parallel.dispatch(p, flat // mine, p.experts, most=n * a)
+    ids = way.send(way.lay(flat % mine + 1)) - 1  # -1, nobody's, where no row comes
+    rows, weights = way.send(spread(x, way.place.reshape(n, a), way.length)), way.send(way.lay(r.weights.reshape(-1)))
+    out = own_experts(w, rows, ids[:, None], weights[:, None], c, how, rounding).astype(x.dtype)
+    return collect(way.back(out), way.place.reshape(n, a)), way.dropped
 
 
 def own_experts(

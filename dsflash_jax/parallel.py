@@ -7,12 +7,15 @@ sum over devices of what they compute, so a device returns its own share of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Int
 
 from dsflash_jax.ops import ranks
@@ -30,7 +33,8 @@ class Parallel:
     tables: Axes = ()  # split the rows of the n-gram tables
     heads: Axes = ()  # split attention heads and expert width; these devices hold the same tokens
     sizes: tuple[tuple[str, int], ...] = ()  # devices along each axis
-    capacity: float = 0.0  # room of a bucket of `exchange`, times the mean of rows; 0: gather everything instead
+    capacity: float = 0.0  # room for rows sent to one device, times their mean; 0: gather everything instead
+    ragged: bool = False  # whether rows travel without gaps, where the platform can
 
     def size(self, axes: Axes) -> int:
         """Devices along the product of `axes`."""
@@ -100,6 +104,114 @@ def exchange(x: Array, axes: Axes) -> Array:
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
+class Dispatch(NamedTuple):
+    """A way of R rows to their owners and back."""
+
+    place: Array  # int [R]: where each row goes in what is sent, behind its end if it goes nowhere; none twice
+    length: int  # of what is sent
+    send: Callable[[Array], Array]  # [length, ...] to places [P, ...] of the owners, 0 where no row comes
+    back: Callable[[Array], Array]  # [P, ...] to [length, ...], 0 for rows that found no place
+    dropped: Array  # float []: how many rows of this device did not
+
+    def lay(self, x: Array) -> Array:
+        """x [R] in the order in which it is sent, 0 where there is no row."""
+        return jnp.zeros(self.length, x.dtype).at[self.place].set(x, mode="drop", unique_indices=True)
+
+
+def dispatch(p: Parallel, owner: Int[Array, " R"], axes: Axes, most: int) -> Dispatch:
+    """The way of each row to the device along `axes` that `owner` numbers; owners that do not exist get none.
+
+    A device has places for capacity * R rows, where R is the mean: in a bucket for each sender, or for all of them in
+    the order of senders (`Parallel.ragged`). `most` bounds the rows that one device sends another.
+    """
+    rows, devices = len(owner), p.size(axes)
+    if p.ragged:
+        room = min(ceil(p.capacity * rows), devices * min(rows, most))
+        return _dispatch_ragged(owner, axes, devices, room)
+    room = min(ceil(p.capacity * rows / devices), rows, most)
+    place, dropped = buckets(owner, devices, room)
+    both = partial(exchange, axes=axes)
+    return Dispatch(place, devices * room, both, both, dropped)
+
+
+@struct.dataclass
+class Traffic:
+    """Runs of rows between this device and each of n others; every field is int [n]."""
+
+    starts: Any  # where the rows for each begin among this device's
+    sizes: Any  # how many of them travel
+    theirs: Any  # where they begin among the places of the other
+    places: Any  # where the rows of each begin among this device's places
+    arrivals: Any  # how many rows of each come
+    homes: Any  # where they began among the rows of the other
+
+    @property
+    def reverse(self) -> Traffic:
+        """The way back of answers."""
+        return Traffic(self.places, self.arrivals, self.homes, self.starts, self.sizes, self.theirs)
+
+
+def traffic(counts: Int[Array, " n"], room: int, axes: Axes) -> tuple[Traffic, Array]:
+    """Runs of rows for each device along `axes`, of which this one has `counts`, and how many find no place.
+
+    Each device has `room` places and fills them in the order of senders.
+    """
+    every = gather(counts[None], axes)  # [senders, owners]
+    ends, outs = jnp.cumsum(every, axis=0), jnp.cumsum(every, axis=1)
+    begin = jnp.minimum(ends - every, room)
+    kept, homes, me = jnp.minimum(ends, room) - begin, outs - every, index(axes)
+    made = Traffic(homes[me], kept[me], begin[me], begin[:, me], kept[:, me], homes[:, me])
+    return made, (counts - kept[me]).sum().astype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def travel(x: Array, rows: int, axes: Axes, t: Traffic) -> Array:
+    """Rows of x to `rows` places, 0 where none comes; the gradient takes the way back."""
+    return jax.lax.platform_dependent(x, t, tpu=partial(_ragged, rows, axes), default=partial(_picked, rows, axes))
+
+
+def _travel_fwd(x: Array, rows: int, axes: Axes, t: Traffic) -> tuple[Array, Any]:
+    return travel(x, rows, axes, t), (jnp.zeros((len(x), 0)), t)
+
+
+def _travel_bwd(rows: int, axes: Axes, saved: Any, y: Array) -> tuple[Any, None]:
+    like, t = saved
+    whole_numbers = y.dtype == jax.dtypes.float0
+    return None if whole_numbers else travel(y, len(like), axes, t.reverse), None
+
+
+travel.defvjp(_travel_fwd, _travel_bwd)
+
+
+def _ragged(rows: int, axes: Axes, x: Array, t: Traffic) -> Array:
+    """`travel` by one collective."""
+    out = jnp.zeros((rows, *x.shape[1:]), x.dtype)
+    return jax.lax.ragged_all_to_all(x, out, t.starts, t.sizes, t.theirs, t.arrivals, axis_name=axes)
+
+
+def _picked(rows: int, axes: Axes, x: Array, t: Traffic) -> Array:
+    """The plain twin, for platforms without that collective: all rows of all devices, of which each picks its own."""
+    place = jnp.arange(rows)[:, None]
+    mine = (place >= t.places[None]) & (place < (t.places + t.arrivals)[None])  # [rows, senders]
+    source = jnp.arange(len(t.homes)) * len(x) + t.homes - t.places
+    taken = jnp.where(mine.any(axis=1), jnp.sum(jnp.where(mine, source[None] + place, 0), axis=1), -1)
+    return gather(x, axes).at[jnp.where(taken < 0, len(x) * len(t.homes), taken)].get(mode="fill", fill_value=0)
+
+
+def _dispatch_ragged(owner: Int[Array, " R"], axes: Axes, devices: int, room: int) -> Dispatch:
+    """`dispatch` in runs of one owner's rows, which arrive next to each other."""
+    rows, real = len(owner), (owner >= 0) & (owner < devices)
+    rank, counts = ranks(owner, devices)
+    t, dropped = traffic(counts, room, axes)
+    place = jnp.where(real, t.starts[jnp.where(real, owner, 0)] + rank, rows + jnp.arange(rows, dtype=owner.dtype))
+    send, back = partial(_travel_by, t, room, axes), partial(_travel_by, t.reverse, rows, axes)
+    return Dispatch(place, rows, send, back, dropped)
+
+
+def _travel_by(t: Traffic, rows: int, axes: Axes, x: Array) -> Array:
+    return travel(x, rows, axes, t)
+
+
 def index(axes: Axes) -> Any:
     """Number of this device along `axes`, the first axis coarsest; 0 on one device."""
     return jax.lax.axis_index(axes) if axes else 0
@@ -137,19 +249,17 @@ def look_up(p: Parallel, table: Array, rows: Array, dtype: Any) -> tuple[Array, 
 def _ask_owners(p: Parallel, table: Array, rows: Int[Array, " R"], dtype: Any) -> tuple[Array, Array]:
     """The rows [R, width], and how many of them, each counted once, found no room and are zero.
 
-    A device asks for each of its row numbers once: the numbers go to their owners in buckets of capacity * mean of all
-    R, the answers come back, and are handed to all who asked. Backward adds up their gradients in float32 before they
-    travel. Devices that hold the same tokens ask alike, and each sends its share of the gradient.
+    A device asks for each of its row numbers once: the numbers go to their owners, the answers come back, and are
+    handed to all who asked. Backward adds up their gradients in float32 before they travel. Devices that hold the same
+    tokens ask alike, and each sends its share of the gradient.
     """
-    held, shards = table.shape[0], p.size(p.tables)
-    numbers, which = distinct(rows, filler=held * shards)  # an owner behind the last
-    room = min(ceil(p.capacity * len(rows) / shards), len(rows), held)
-    place, dropped = buckets(numbers // held, shards, room)
-    empty = jnp.full(shards * room, held, rows.dtype)
-    asked = exchange(empty.at[place].set(numbers % held, mode="drop"), p.tables)
-    read = table.at[asked].get(mode="fill", fill_value=0).astype(dtype)
-    answers = exchange(read, p.tables).astype(jnp.float32)
-    return answers.at[place[which]].get(mode="fill", fill_value=0).astype(dtype), dropped
+    held = table.shape[0]
+    numbers, which = distinct(rows, filler=held * p.size(p.tables))  # of an owner behind the last
+    way = dispatch(p, numbers // held, p.tables, most=held)
+    asked = way.send(way.lay(numbers % held + 1)) - 1
+    read = table.at[jnp.where(asked < 0, held, asked)].get(mode="fill", fill_value=0).astype(dtype)
+    answers = way.back(read).astype(jnp.float32)
+    return answers.at[way.place[which]].get(mode="fill", fill_value=0).astype(dtype), way.dropped
 
 
 def distinct(x: Int[Array, " R"], filler: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:

@@ -42,6 +42,7 @@ class Layout:
     tensor: int = 1  # heads and expert width; all of them work on the same tokens
     expert_splits: Literal["rows", "tokens"] = "rows"  # what the expert axis splits outside the experts
     capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all at all experts and tables
+    exchange: Literal["buckets", "ragged"] = "buckets"  # how they travel: a bucket a sender, or without gaps (on TPU)
     whole: int = 2**16  # matrices of fewer entries are whole on every device, too
 
     def __post_init__(self) -> None:
@@ -50,6 +51,9 @@ class Layout:
             need(getattr(self, name) >= 1, f"layout.{name} must be at least 1, got {getattr(self, name)}")
         need(self.capacity == 0 or self.capacity >= 1,
              f"layout.capacity is 0 (gather) or at least 1 times the mean, got {self.capacity}")  # fmt: skip
+        need(self.exchange == "buckets" or self.capacity > 0,
+             "layout.exchange=ragged sends rows to their experts, but capacity=0 gathers all tokens there: set "
+             "layout.capacity to at least 1")  # fmt: skip
 
     @property
     def devices(self) -> int:
@@ -79,7 +83,7 @@ class Layout:
         """What the model must know of it."""
         sizes = tuple((a, getattr(self, a)) for a in self.used(*AXES))
         kept = (self.used("expert"), self.used(*STORED), self.used("tensor"))
-        return Parallel(self.rows, self.tokens, *kept, sizes, self.capacity)
+        return Parallel(self.rows, self.tokens, *kept, sizes, self.capacity, self.exchange == "ragged")
 
     def mesh(self, devices: Any = None) -> Mesh:
         """The mesh over `devices`, by default all there are. Raises ValueError if their number is another."""

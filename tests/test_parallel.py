@@ -58,10 +58,11 @@ def asked(kind, devices):
 TABLE = jnp.asarray(np.random.default_rng(1).standard_normal((ROWS, WIDTH)), jnp.float32)
 
 
+@pytest.mark.parametrize("exchange", ["buckets", "ragged"])
 @pytest.mark.parametrize("kind", ["any", "one row", "few", "all of one owner"])
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "expert": 2, "context": 2}, {"fsdp": 2, "tensor": 4}])
-def test_asking_owners_reads_and_teaches_what_a_gather_does(axes, kind):
-    plain, bucketed = Layout(**axes), Layout(**axes, capacity=8.0)
+def test_asking_owners_reads_and_teaches_what_a_gather_does(axes, kind, exchange):
+    plain, bucketed = Layout(**axes), Layout(**axes, capacity=8.0, exchange=exchange)
     devices = 8 // plain.tensor
     ids = asked(kind, devices)
     weights = jnp.asarray(np.random.default_rng(2).standard_normal((*ids.shape, WIDTH)), jnp.float32)
