@@ -1,6 +1,7 @@
 """Mixture of experts: router, sorted dropless dispatch, grouped products, shared expert, balance statistics.
 
-Source: architecture section 9, training section 3. No token is dropped and no capacity exists.
+Source: architecture section 9, training section 3. No token is dropped and no capacity exists, unless a
+layout sets one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from functools import partial
@@ -41,10 +42,10 @@ TABLE = Weight((ROWS, 8), ("ngram_rows", "ngram_dim"), INIT, "sinkhorn", split=(
 class Update:
     """One update of declared weights, compiled for a layout."""
 
-    def __init__(self, declared, layout, aware=True):
+    def __init__(self, declared, layout, settings=PLAIN, aware=True):
         mesh = layout.mesh(jax.devices()[: layout.devices])
         self.where = jax.tree.map(partial(NamedSharding, mesh), sharding.specs(declared, layout))
-        self.tx = optim.build(declared, PLAIN, 10, *((layout, mesh) if aware else ()))
+        self.tx = optim.build(declared, settings, 10, *((layout, mesh) if aware else ()))
         like = {k: jax.ShapeDtypeStruct(w.full_shape, jnp.float32, sharding=self.where[k]) for k, w in declared.items()}
         state = jax.eval_shape(self.tx.init, like)
         placed = lambda path, x: getattr(like.get(getattr(path[-1], "key", None)), "sharding", NamedSharding(mesh, P()))  # noqa: E731
@@ -118,16 +119,18 @@ def test_padding_is_less_than_a_matrix_a_device_and_less_than_one_a_turn(count, 
     assert 0 <= share * devices - count < devices * (1 + share // chunk)
 
 
-@pytest.mark.parametrize("chunk", [48, 8192])  # 125 rows of a device: chunks that overlap, and one
-def test_a_split_table_is_balanced_where_it_lies(chunk, monkeypatch):
+@pytest.mark.parametrize(("chunk", "eps"), [(48, 1e-20), (48, 0.1), (8192, 1e-20)])
+def test_a_split_table_is_balanced_where_it_lies(chunk, eps, monkeypatch):
+    # A device has 125 rows: chunks that overlap, and one. A large eps shows a row that is balanced twice.
     monkeypatch.setattr(sinkhorn, "CHUNK_ROWS", chunk)
-    update = Update({"table": TABLE}, Layout(fsdp=4, expert=2))
+    settings = dataclasses.replace(PLAIN, sinkhorn_eps=eps)
+    update = Update({"table": TABLE}, Layout(fsdp=4, expert=2), settings)
     assert set(collectives(update.compiled.as_text())) == {"all-reduce"}
     assert f"[{ROWS}," not in update.compiled.as_text()  # no device ever holds all rows
     grads = gradients({"table": TABLE})
     grads["table"][:400] *= 1e-6  # heads of their own scale: together, the first would not move
     grads["table"][::7] = 0
-    got, want = update(grads)[0], Update({"table": TABLE}, Layout())(grads)[0]
+    got, want = update(grads)[0], Update({"table": TABLE}, Layout(), settings)(grads)[0]
     assert np.abs(want["table"][1:300]).max() > 0.5
     assert max(tiny.worst(got, want).values()) < 1e-5
 
@@ -157,7 +160,9 @@ def test_a_vocabulary_may_be_split_along_either_axis(shape):
     assert (sharding.weight_spec("embed", declared["embed"], at)[0] is None) == (shape == (30, 16))
     update, grads = Update(declared, at), gradients(declared)
     assert set(collectives(update.compiled.as_text())) == {"all-reduce"}
+    grads["embed"][:8] *= 1e-4  # too quiet to move, though not for a device that knows these alone
     want, _ = Update(declared, Layout())(grads)
+    assert not want["embed"][:8].any()
     assert max(tiny.worst(update(grads)[0], want).values()) < 1e-5
 
 

@@ -125,6 +125,8 @@ def test_a_weight_is_split_over_every_axis_but_data_and_small_ones_are_whole():
     assert sharding.weight_spec("norm", norm(512, "embed"), at) == P(None)
     small = Weight((16, 8), ("embed", "mix"), NORMAL)
     assert sharding.weight_spec("small", small, at) == P(None, None)
+    beside = Weight((512, 1024), ("embed", "mix"), NORMAL, split=(512, 512))  # two matrices, cut where they lie
+    assert sharding.weight_spec("beside", beside, at) == P(("fsdp", "expert", "tensor"), None)
 
 
 def test_what_does_not_divide_is_refused_with_the_numbers():
@@ -141,6 +143,8 @@ def test_what_does_not_divide_is_refused_with_the_numbers():
         Layout(fsdp=16).mesh()
     with pytest.raises(ValueError, match="layout.capacity is 0 .* or at least 1 times the mean, got 0.5"):
         Layout(capacity=0.5)
+    with pytest.raises(ValueError, match="layout.exchange=ragged .* capacity=0 gathers .* set layout.capacity"):
+        Layout(exchange="ragged")
 
 
 def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
