@@ -25,6 +25,12 @@ p e t   flags: picks candidate blocks for later X layers, has n-gram memory, fee
 2(F2 3U)   twice F2 U U U"""
 
 
+COMPILE = """Compile the training step of a run by libtpu (extra [aot]), on a machine without a TPU, and print how every
+parameter is split, the memory of a device by kind, FLOPs, collectives and compile time.
+
+Exit status 1 if it does not fit."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -115,6 +121,25 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     describe.add_argument("config", metavar="CONFIG", help="a name in configs/, a Python file, or a config.json")
     add_overrides(describe)
+
+    compile_ = add(
+        commands,
+        run_compile,
+        "compile",
+        "compile a training step for TPUs that are not here, and say whether it fits",
+        COMPILE,
+        "dsflash compile pretrain_64k --topology v5p:4x8x8",
+    )
+    compile_.add_argument("config", metavar="CONFIG", help="a name in configs/, or a Python file that defines config")
+    compile_.add_argument(
+        "--topology", metavar="KIND:SIZE", required=True, help="v5p:4x8x8; with --search the kind alone"
+    )
+    compile_.add_argument("--seq-len", metavar="N", type=int, help="tokens of a row, in place of data.seq_len")
+    compile_.add_argument(
+        "--mesh", metavar="AXIS=N,...", help="the axes of the layout, in place of its own; others are 1"
+    )
+    compile_.add_argument("--search", action="store_true", help="find the smallest topology of the kind that it fits")
+    add_overrides(compile_)
     return parser, list(commands.choices)
 
 
@@ -171,6 +196,30 @@ def run_train(arguments: argparse.Namespace) -> int:
         return training.run(run, arguments.json)
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
+
+
+def run_compile(arguments: argparse.Namespace) -> int:
+    """`dsflash compile`."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # no device is needed, and none of this machine must be waited for
+    changes = [] if arguments.seq_len is None else [f"data.seq_len={arguments.seq_len}"]
+    if arguments.mesh is not None:
+        from dsflash_jax.sharding import AXES
+
+        changes += [f"layout.{axis}=1" for axis in AXES] + [f"layout.{part}" for part in arguments.mesh.split(",")]
+    run = read_config(arguments.config, [*changes, *arguments.overrides])
+    from train import ahead
+    from train.config import Run
+
+    if not isinstance(run, Run):
+        refuse(f"{arguments.config} describes a model only; a step needs a run with data, optim and layout, like demo")
+    try:
+        made = ahead.main(run, arguments.topology, arguments.search)
+    except (ValueError, ImportError) as error:
+        refuse(error)
+    write_json(arguments.json, made)
+    return int(not made["fits"])
 
 
 def run_parity(arguments: argparse.Namespace) -> int:

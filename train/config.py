@@ -78,6 +78,6 @@ def _match_tokenizer(c: Config) -> None:
     need(c.vision is None or tokenizer.vocab_size <= c.image_token_id < c.vocab_size,
          f"model.image_token_id={c.image_token_id} must be an id that no byte has and the vocabulary does: set it to "
          f"{tokenizer.vocab_size}, with model.vocab_size above it (now {c.vocab_size})")  # fmt: skip
-    need(not c.engram_layer_ids or c.engram_compressed_vocab_size == c.vocab_size,
+    need(not c.engram_layer_ids or c.engram_compressed_vocab_size >= tokenizer.vocab_size,
          f"model.engram_compressed_vocab_size={c.engram_compressed_vocab_size}: n-grams of bytes are hashed from the "
          f"ids themselves, so it must equal model.vocab_size={c.vocab_size}")  # fmt: skip

@@ -25,6 +25,7 @@ class Placement:
     """One device, without a mesh; or all of a layout's."""
 
     layout: Layout
+    parts: int = 1  # of a batch: each array of it is [parts, rows, ...] if there is more than one
     mesh: Mesh | None = None
     state: Any = None  # sharding of every leaf of the state
 
@@ -37,8 +38,22 @@ class Placement:
         """A batch of which this process holds its own rows, on its devices."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
-        where = jax.tree.map(partial(NamedSharding, self.mesh), sharding.batch_specs(batch, self.layout))
-        return jax.tree.map(jax.make_array_from_process_local_data, where, batch)
+        return jax.tree.map(jax.make_array_from_process_local_data, self._where(batch), batch)
+
+    def abstract(self, batch: Batch) -> Batch:
+        """The shapes and places of a batch, of which the shapes of one part are given."""
+        assert self.mesh is not None
+        cut = lambda a: (self.parts, *a.shape) if self.parts > 1 else a.shape  # noqa: E731
+        place = lambda a, at: jax.ShapeDtypeStruct(cut(a), a.dtype, sharding=at)  # noqa: E731
+        return jax.tree.map(place, batch, self._where(batch))
+
+    def _where(self, batch: Batch) -> Batch:
+        """How each array of a batch is split; parts are not."""
+        assert self.mesh is not None
+        place = partial(NamedSharding, self.mesh)
+        front = (None,) * (self.parts > 1)
+        whole = lambda spec: place(P(*front, *spec))  # noqa: E731
+        return jax.tree.map(whole, sharding.batch_specs(batch, self.layout), is_leaf=lambda s: isinstance(s, P))
 
     def like(self, run: Run) -> TrainState:
         """Shapes, dtypes and places of the state."""
@@ -55,10 +70,10 @@ def place(run: Run, devices: Any = None) -> Placement:
     """
     at = run.layout
     if at.devices == 1:
-        return Placement(at)
-    sharding.check(run.model, run.data.batch_size, run.data.seq_len, at)
+        return Placement(at, run.accumulate)
+    sharding.check(run.model, run.data.batch_size // run.accumulate, run.data.seq_len, at)
     mesh = at.mesh(devices)
-    return Placement(at, mesh, jax.tree.map(partial(NamedSharding, mesh), state_specs(run)))
+    return Placement(at, run.accumulate, mesh, jax.tree.map(partial(NamedSharding, mesh), state_specs(run)))
 
 
 def state_specs(run: Run) -> TrainState:

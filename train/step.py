@@ -120,7 +120,9 @@ def gradients(setup: Setup, parts: int = 1, mesh: Mesh | None = None) -> Callabl
 
         def add(sums: Any, turn: tuple[Array, Batch]) -> tuple[Any, None]:
             i, part = turn
-            return jax.tree.map(jnp.add, sums, one(w, part, jax.random.fold_in(key, i), whole)), None
+            made = one(w, part, jax.random.fold_in(key, i), whole)
+            # XLA would move a sum over devices behind the loop, and fails where it finds a way only half.
+            return jax.tree.map(lambda a, b: a + jax.lax.optimization_barrier(b), sums, made), None
 
         first = jax.tree.map(lambda a: a[0], batch)
         shapes = jax.eval_shape(one, w, first, key, whole)
