@@ -1,0 +1,122 @@
+"""ahead.py: programs compiled for TPUs that are not here. What needs libtpu runs with `make slow`."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+
+import jax
+import pytest
+import tiny_run
+
+from dsflash_jax.overrides import find, override
+from train import ahead, placement
+from train.config import Run
+
+GIB = ahead.GIB
+REPORT = ahead.Report(
+    topology="v5p:2x2x1", devices=4, cores=1, layout={}, parts=2, rows=8, seq_len=64, hbm=10 * GIB, arguments=8 * GIB,
+    temporaries=4 * GIB, output=0, program=0, total=12 * GIB, flops=1, tokens=512, stablehlo_lines=1, lower_seconds=1.0,
+    compile_seconds=1.0, collectives=(), largest={}, versions="",
+)  # fmt: skip
+
+
+def laid(run: Run, *changes: str) -> Run:
+    return override(run, ["layout.whole=0", *changes])
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "rows", "context", "tokens"),
+    [
+        ("pretrain_64k", 256, 8, 1, 2048),
+        ("pretrain_64k", 128, 4, 1, 2048),
+        ("pretrain_64k", 1024, 32, 1, 2048),
+        ("extend_1m", 256, 1, 8, 4096),
+        ("extend_1m", 1024, 2, 16, 2048),
+    ],
+)
+def test_a_run_spreads_so_that_a_part_gives_a_device_about_2048_tokens(name, devices, rows, context, tokens):
+    run = ahead.spread(find(name), devices)
+    at, batch = run.layout, run.data.batch_size
+    assert (at.fsdp, at.context, at.devices) == (rows, context, devices)
+    assert batch // run.accumulate * run.data.seq_len // devices == tokens
+
+
+def test_devices_that_do_not_divide_are_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="48 devices do not divide by expert x tensor = 32"):
+        ahead.spread(find("pretrain_64k"), 48)
+
+
+def test_an_unknown_topology_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="topology 'v9:2x2' is not one of v5e:16x16, v5p:8x16x16"):
+        ahead.topology("v9:2x2")
+    with pytest.raises(ValueError, match="topology 'v5p' is not one of"):
+        ahead.topology("v5p")
+
+
+def test_without_libtpu_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setattr(ahead, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "dsflash_jax\[aot\]"'):
+        ahead.topology("v5p:2x2x1")
+
+
+def test_advice_names_what_takes_the_room():
+    assert "2.0 GiB too much, most of it state: take more devices" in REPORT.advice()
+    other = dataclasses.replace(REPORT, arguments=2 * GIB, temporaries=10 * GIB)
+    assert "most of it temporaries: raise accumulate=2" in other.advice()
+    assert dataclasses.replace(REPORT, total=10 * GIB).advice() == ""
+
+
+def test_a_search_skips_what_the_state_alone_fills_and_ends_with_what_fits(monkeypatch):
+    """The released state is 5,575 GiB; of the rest every size is too small but the last."""
+    tried = []
+
+    def compile_step(run: Run, name: str) -> ahead.Report:
+        tried.append(name)
+        return dataclasses.replace(REPORT, topology=name, total=(12 if name != "v5p:4x8x8" else 9) * GIB)
+
+    monkeypatch.setattr(ahead, "compile_step", compile_step)
+    found = list(ahead.search(find("pretrain_64k"), "v5p"))
+    assert tried == ["v5p:4x4x8", "v5p:4x8x8"]
+    names = [name for _, name, _ in found]
+    assert names == [f"v5p:{size}" for size in ahead.SIZES["v5p"][: len(names)]]
+    assert found[4][2] == "the state alone takes 87.1 GiB of 95.74 a device"
+    assert found[-1][2].fits
+
+
+def test_a_search_among_unknown_kinds_is_refused():
+    with pytest.raises(ValueError, match="--search takes a kind of TPU, one of v5e, v5p, v6e, tpu7x, got 'v5p:4x4x4'"):
+        list(ahead.search(find("pretrain_64k"), "v5p:4x4x4"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("ahead")
+    corpus = tiny_run.write_corpus(folder / "corpus")
+    return tiny_run.tiny(corpus, folder / "run", "compute.dtype=bfloat16", "data.batch_size=8", "accumulate=2")
+
+
+@pytest.mark.slow
+def test_a_tiny_step_compiles_for_a_tpu_and_its_arguments_are_the_shards(run):
+    pytest.importorskip("libtpu")
+    run = laid(run, "layout.expert=2", "layout.context=2", "layout.capacity=4.0")
+    report = ahead.compile_step(run, "v5p:2x2x1")
+    place = placement.place(run, ahead.topology("v5p:2x2x1")[1])
+    arrays = jax.tree.leaves((place.like(run), ahead.abstract_batch(run, place)))
+    shards = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    # A TPU stores rows of 128 lanes, so that small arrays take more than their entries.
+    assert report.fits and shards <= report.arguments < 500 * shards
+    kinds = {c.kind for c in report.collectives}
+    assert {"all-gather", "all-to-all"} <= kinds
+    assert report.flops > 0 and report.stablehlo_lines > 1000
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_is_reported_with_what_it_would_take(run):
+    pytest.importorskip("libtpu")
+    huge = laid(
+        run, "layout.expert=4", "data.seq_len=4096", "data.batch_size=65536", "accumulate=1", "compute.remat=none"
+    )
+    report = ahead.compile_step(huge, "v5e:2x2")
+    assert not report.fits and report.total > report.hbm
+    assert "too much, most of it temporaries: raise accumulate=1" in report.advice()
