@@ -188,6 +188,8 @@ def _select(
         q, w, base, visible, candidates = x
         with jax.named_scope("index_scores"):
             score = jnp.moveaxis(jax.lax.map(lambda tile: _scores(q, w, tile), tiles), 0, 1)  # [t, tiles, key_chunk]
+            # Masks need no score, so XLA would make those of all chunks before the loop: T x S of them.
+            score, base, visible = jax.lax.optimization_barrier((score, base, visible))
             score = jnp.where(_seen(base, visible, slots), score.reshape(size, -1)[:, :slots], -jnp.inf)
         with jax.named_scope("candidate_blocks"):
             blocks = _best_blocks(score, base, visible, block, publish) if publish else None
