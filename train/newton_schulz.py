@@ -35,6 +35,7 @@ SETTLE = (2.0, -1.5, 0.5)
 # Entries of the matrices that a device iterates at once: 64 MB a temporary. One released expert has 12M, which fills
 # a chip; the bound is for small matrices.
 CHUNK = 2**24
+STACK = 2**29  # entries of the shards that a device exchanges at once: 2 GiB, and two copies of them exist
 
 
 def newton_schulz(x: Float[Array, "*B I O"], steps: tuple[int, int] = (8, 2)) -> Float[Array, "*B I O"]:
@@ -140,9 +141,9 @@ def by_shard(
 ) -> list[Array]:
     """Apply `update` to the whole matrices of shards [*B, I, O], once for each kind of shards.
 
-    The more finely split axis goes first, so that shards stay wide along the last axis, where a device pads. All
-    matrices of a kind, of all layers, form one stack: their number is padded once, to less than one matrix more a
-    device (and less than one more a chunk where a device has several chunks).
+    The more finely split axis goes first, so that shards stay wide along the last axis, where a device pads. The
+    matrices of a kind, of as many layers as STACK allows, form one stack: their number is padded once, to less than one
+    matrix more a device (and less than one more a chunk where a device has several chunks).
     """
     turned = [(at.size(b), x.shape[-1] * at.size(b)) > (at.size(a), x.shape[-2] * at.size(a))
               for x, (a, b) in zip(parts, axes, strict=True)]  # fmt: skip
@@ -150,14 +151,28 @@ def by_shard(
     pairs = [pair[::-1] if turn else pair for pair, turn in zip(axes, turned, strict=True)]
     kinds = [Shards(x.shape[-2], x.shape[-1], *pair) for x, pair in zip(straight, pairs, strict=True)]
     results = list(parts)
+    done: Array | None = None
     for kind in dict.fromkeys(kinds):
-        places = [i for i, other in enumerate(kinds) if other == kind]
-        stacks = [straight[i].reshape(-1, kind.rows, kind.columns) for i in places]
-        ends = np.cumsum([len(stack) for stack in stacks])
-        done = _exchanged(update, jnp.concatenate(stacks), kind, at)
-        for i, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
-            results[i] = _transpose(part.reshape(straight[i].shape), turned[i])
+        for places in _groups([i for i, other in enumerate(kinds) if other == kind], [x.size for x in straight]):
+            stacks = [straight[i].reshape(-1, kind.rows, kind.columns) for i in places]
+            ends = np.cumsum([len(stack) for stack in stacks])
+            stack = jnp.concatenate(stacks)
+            if done is not None:  # one after the other, or the temporaries of all would exist at once
+                stack, _ = jax.lax.optimization_barrier((stack, done))
+            done = _exchanged(update, stack, kind, at)
+            for i, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
+                results[i] = _transpose(part.reshape(straight[i].shape), turned[i])
     return results
+
+
+def _groups(places: list[int], sizes: list[int]) -> list[list[int]]:
+    """Consecutive places whose sizes add up to at most STACK, or one that is larger alone."""
+    groups: list[list[int]] = []
+    for i in places:
+        if not groups or sum(sizes[j] for j in groups[-1]) + sizes[i] > STACK:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 def _exchanged(update: Callable[[Array], Array], stack: Array, kind: Shards, at: Layout) -> Array:
