@@ -212,7 +212,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = steps_kept(tmp_path / "run")
     assert left[0] == "3" and len(left) == 2 and left[1].startswith("6.")  # whole, and written but not renamed
-    assert len(metrics.read(tmp_path / "run" / "metrics.jsonl", "train")) == 6
+    assert len(metrics.read(tmp_path / "run" / "metrics.jsonl", "train")) >= 6  # it went on while the sixth was written
     assert cli.main(command) == 0
     assert "going on from step 3" in capsys.readouterr().out
     assert steps_kept(tmp_path / "run") == ["10", "9"]
