@@ -24,7 +24,7 @@ from tiny_run import arguments, tiny, write_corpus
 
 from dsflash_jax.flow import Batch
 from dsflash_jax.sharding import Layout
-from train import data, hosts, main, metrics, placement, step
+from train import data, hosts, main, metrics, placement, saver, step
 from train.config import Run
 from train.saver import Saver
 
@@ -426,7 +426,7 @@ def test_a_slice_of_several_machines_is_noticed(variables: dict[str, str], platf
     [("gs://bucket/run", "gs://bucket/run/checkpoints"), ("runs/a", f"{Path.cwd()}/runs/a/checkpoints")],
 )
 def test_a_bucket_keeps_its_address(out: str, checkpoints: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Saver, "_open", lambda *_, **__: None)
+    monkeypatch.setattr(saver, "_open", lambda *_, **__: None)
     monkeypatch.setattr(hosts, "first", lambda: False)
     assert str(Saver(tiny(corpus, Path("any"), f"out={out}")).folder) == checkpoints
 

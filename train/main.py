@@ -32,7 +32,7 @@ from train import data, hosts, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
 from train.placement import Placement, place
-from train.saver import NotSaved, Saver, differences, folder
+from train.saver import NotSaved, Saver, differences, folder, start_from
 from train.step import Metrics, TrainState
 
 QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs once, a bit more for the steps
@@ -225,7 +225,7 @@ def start(config: Run, placement: Placement | None = None) -> TrainState:
 
 
 def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, console: Console) -> TrainState:
-    """The newest checkpoint, or a fresh state; also says what is about to be trained."""
+    """The newest checkpoint, that of the run to start from, or a fresh state; also says what is to be trained."""
     size = sum(w.size for w in leaves(model.declare(config.model)).values())
     versions = f"jax {jax.__version__}, flax {flax.__version__} on {jax.devices()[0].device_kind}"
     metrics.say(console, f"{versions}; {size:,} parameters, layers {config.model.modes}")
@@ -236,6 +236,10 @@ def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, co
     if packed.skipped:
         metrics.say(console, f"skipped {', '.join(packed.skipped[:SHOWN])}{more}")
     restored = saver.restore(placement.like(config), partial(metrics.say, console))
+    if restored is None and config.start_from:
+        state = start_from(config, placement.like(config))
+        metrics.say(console, f"starting from step {int(state.step)} of {config.start_from}")
+        return state
     if restored is None:
         return start(config, placement)
     state, position = restored
@@ -264,19 +268,19 @@ def _loop(
     score = _jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
     reached = hosts.stop_step()
     first, end = int(state.step), min(config.steps, until or config.steps)
-    pending: tuple[int, Metrics] | None = None
+    pending: tuple[int, int, Metrics] | None = None
     stopped = None if end == config.steps else AS_ASKED
     metrics.say(console, "compiling the step, which on a CPU takes a minute or more")
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
         for at in range(first + 1, end + 1):
-            batch = placement.put(Batch(**next(batches)))
+            number, batch = batches.get_state()["step"], placement.put(Batch(**next(batches)))
             if at == first + 1:
                 train = hosts.ready(train, state, batch)
                 score = hosts.ready(score, state.params, *heldout[:1]) if heldout else score
             state, made = train(state, batch)
             if pending:
                 _report(config, *pending, batches, saver, log, screen)
-            pending = (at, made)
+            pending = (at, number, made)
             asked = reached(at, stop.asked) or (AS_ASKED if at == end else None)
             last = at == config.steps
             evaluates = bool(heldout) and (last or at % config.eval_every == 0)
@@ -298,9 +302,10 @@ def _loop(
 
 
 def _report(
-    config: Run, at: int, made: Metrics, batches: Batches, saver: Saver, log: metrics.Log, screen: metrics.Screen
-) -> None:
-    """Check and write one step's metrics."""
+    config: Run, at: int, number: int, made: Metrics, batches: Batches, saver: Saver, log: metrics.Log,
+    screen: metrics.Screen,
+) -> None:  # fmt: skip
+    """Check and write the metrics of one step, made of the batch `number`."""
     made = jax.device_get(made)
     if not made.finite.everything:
         saved = saver.latest()
@@ -309,7 +314,7 @@ def _report(
             + ("there is no checkpoint yet. " if saved is None else f"the checkpoint of step {saved} is untouched. ")
             + "Start again with a lower optim.peak, a lower optim.clip (now "
             f"{config.optim.clip:g}, 0 clips nothing) or a longer optim.warmup_steps, in another folder with out=...; "
-            f"or look at the text of this step: {_texts(batches, at)}"
+            f"or look at the text of this step: {_texts(batches, number)}"
         )
     values = metrics.record(config.model, made)
     report = at % config.log_every == 0 or at == config.steps
@@ -338,9 +343,9 @@ def _blame(config: Run, made: Metrics) -> str:
     return f"not finite: {'; '.join(parts)}"
 
 
-def _texts(batches: Batches, at: int) -> str:
-    """The first pieces of text in the batch of a step."""
-    pieces = [piece for row in batches.contents(at - 1) for piece in row]
+def _texts(batches: Batches, number: int) -> str:
+    """The first pieces of text in a batch."""
+    pieces = [piece for row in batches.contents(number) for piece in row]
     return ", ".join(pieces[:SHOWN]) + (f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else "")
 
 

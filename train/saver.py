@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
+from dsflash_jax.config import need
 from dsflash_jax.sharding import Layout
 from train import hosts, placement
 from train.config import Run
@@ -66,7 +67,8 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
         hosts.exchange()
         everyone = set(range(jax.process_count()))  # named, so that they wait for each other on hosts, not on devices
-        self._manager = self._open(
+        self._manager = _open(
+            self.folder,
             ocp.options.MultiprocessingOptions(active_processes=everyone),
             max_to_keep=run.keep,
             cleanup_tmp_directories=True,  # what a killed process left half-written
@@ -75,15 +77,6 @@ class Saver:
             enable_async_checkpointing=True,
             async_options=ocp.options.AsyncOptions(timeout_secs=WRITE),
         )
-
-    def _open(self, processes: Any, **options: Any) -> Any:
-        handlers = {
-            "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
-            "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-            "run": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-        }
-        options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes, **options)
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint, None without one."""
@@ -140,7 +133,7 @@ class Saver:
         damaged: dict[int, str] = {}
         for step in json.loads(told):
             try:
-                found = self._read(step, like)
+                found = _read(self.folder, step, self._run, like, self._identity)
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
@@ -151,42 +144,6 @@ class Saver:
             text = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise ValueError(f"{self.folder}: every checkpoint is damaged ({text}); remove that folder to start anew")
         return None
-
-    def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """One checkpoint; raises what `restore` does, and Damaged on all hosts if one could not read its part."""
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=jax.process_index(), active_processes={jax.process_index()}
-        )  # nobody waits for a host that cannot read
-        reader = self._open(alone)
-        try:
-            with _reading():
-                saved = reader.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-            wrote = Layout(**saved.pop("layout", asdict(self._run.layout)))
-            changed = sorted(differences("", saved, self._identity))
-            if changed:
-                raise ValueError(
-                    f"{self.folder} was written by another run: {'; '.join(changed)}. Give these their old values, "
-                    "choose another folder with out=..., or remove the old one. Free to change are out, keep, "
-                    "log_every, save_every, eval_*, sample_*, compute.*, layout.* and "
-                    f"{', '.join(f'data.{key}' for key in FREE)}"
-                )
-            # Before any array is read: Orbax converts dtypes without a word, and a failed read leaves others running.
-            with _reading():
-                stored = _arrays(reader.item_metadata(step)["state"].tree)
-            expected = like if wrote == self._run.layout else placement.shapes_on(self._run, wrote)
-            wrong = sorted(differences("", stored, _arrays(expected)))
-            if wrong:
-                raise ValueError(f"{self.folder}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
-            # Not strict: as they fit the layout that wrote them, only fill rows of n-gram tables are cut off or added.
-            args = ocp.args.Composite(
-                state=ocp.args.StandardRestore(jax.tree.map(_placed, like), strict=False), data=ocp.args.JsonRestore()
-            )
-            with _reading():
-                restored = reader.restore(step, args=args)
-                state = jax.block_until_ready(restored["state"])
-            return state, restored["data"]
-        finally:
-            reader.close()
 
     def _put_aside(self, step: int) -> Any:
         """Rename a checkpoint so that it is none any more."""
@@ -201,6 +158,83 @@ class Saver:
     def close(self) -> None:
         """Finish writing and release the folder."""
         self._manager.close()
+
+
+def start_from(run: Run, like: TrainState) -> TrainState:
+    """Weights, optimiser state, step and key of the newest checkpoint of the run in the folder `run.start_from`.
+
+    With the shapes, dtypes and places of `like`; the run that wrote it may differ from this one in all else. That
+    folder is only read. Raises ValueError if there is no checkpoint or it is damaged, if its step is this run's last
+    one or later, or its arrays have other names, shapes or dtypes.
+    """
+    at, named = folder(run.start_from) / "checkpoints", f"start_from={run.start_from!r}"
+    with hosts.together():
+        need(at.is_dir(), f"{named} is not the folder of a run: it has no folder checkpoints; give the out= of a run")
+        reader = _open(at, _alone())
+        newest = reader.latest_step()
+        reader.close()
+        need(newest is not None, f"{named} has no checkpoint yet: train that run first, or give another one")
+        need(newest < run.steps,
+             f"{named} is at step {newest}, but this run ends at steps={run.steps}: raise steps")  # fmt: skip
+    (told, *_) = hosts.exchange(str(newest))
+    try:
+        return _read(at, int(told), run, like)[0]
+    except Damaged as error:
+        raise ValueError(f"{named}: the checkpoint of step {told} is damaged ({error}); remove {at / told}") from error
+
+
+def _open(at: Any, processes: Any, **options: Any) -> Any:
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+        "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        "run": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+    }
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes, **options)
+    return ocp.CheckpointManager(at, options=options, item_handlers=handlers)
+
+
+def _alone() -> Any:
+    """For a reader: nobody waits for a host that cannot read."""
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+
+
+def _read(
+    at: Any, step: int, run: Run, like: TrainState, identity: dict[str, Any] | None = None
+) -> tuple[TrainState, dict[str, Any]]:
+    """One checkpoint, of a run with this `identity` if given.
+
+    Raises what `Saver.restore` does, and Damaged on all hosts if one could not read its part.
+    """
+    reader = _open(at, _alone())
+    try:
+        with _reading():
+            saved = reader.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        wrote = Layout(**saved.pop("layout", asdict(run.layout)))
+        changed = [] if identity is None else sorted(differences("", saved, identity))
+        if changed:
+            raise ValueError(
+                f"{at} was written by another run: {'; '.join(changed)}. Give these their old values, choose another "
+                "folder with out=..., or remove the old one. Free to change are out, keep, log_every, save_every, "
+                f"eval_*, sample_*, compute.*, layout.* and {', '.join(f'data.{key}' for key in FREE)}"
+            )
+        # Before any array is read: Orbax converts dtypes without a word, and a failed read leaves others running.
+        with _reading():
+            stored = _arrays(reader.item_metadata(step)["state"].tree)
+        expected = like if wrote == run.layout else placement.shapes_on(run, wrote)
+        wrong = sorted(differences("", stored, _arrays(expected)))
+        if wrong:
+            raise ValueError(f"{at}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
+        # Not strict: as they fit the layout that wrote them, only fill rows of n-gram tables are cut off or added.
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(jax.tree.map(_placed, like), strict=False), data=ocp.args.JsonRestore()
+        )
+        with _reading():
+            restored = reader.restore(step, args=args)
+            state = jax.block_until_ready(restored["state"])
+        return state, restored["data"]
+    finally:
+        reader.close()
 
 
 @contextmanager
