@@ -305,7 +305,8 @@ def test_state_of_other_documents_or_another_form_is_refused(folder):
 def test_rows_of_all_hosts_in_order_are_the_global_batch(folder, hosts, split):
     data = Data(str(folder), seq_len=16, batch_size=4, holdout=3)
     whole = list(batches(data, split, n_batches=12))
-    parts = [list(batches(data, split, host=h, hosts=hosts, n_batches=12)) for h in range(hosts)]
+    own = [range(4)[h * 4 // hosts : (h + 1) * 4 // hosts] for h in range(hosts)]
+    parts = [list(batches(data, split, own=rows, n_batches=12)) for rows in own]
     assert {len(part) for part in parts} == {len(whole)}  # all stop at one step
     for batch, *own in zip(whole, *parts, strict=True):
         for key in KEYS:
@@ -316,27 +317,26 @@ def test_state_moves_to_another_number_of_hosts(folder):
     data = Data(str(folder), seq_len=16, batch_size=4)
     one = batches(data)
     next(one)
-    two = batches(data, host=1, hosts=2)
+    two = batches(data, own=(1, 3))
     two.set_state(one.get_state())
-    np.testing.assert_array_equal(next(two)["tokens"], next(one)["tokens"][2:])
+    np.testing.assert_array_equal(next(two)["tokens"], next(one)["tokens"][1::2])
 
 
 def test_corpus_of_fewer_files_than_hosts_still_feeds_them(tmp_path):
     data = Data(jsonl(tmp_path, "abc"), seq_len=8, batch_size=4, holdout=0)
     for host in range(4):
-        assert next(batches(data, host=host, hosts=4))["tokens"].tolist() == [[0, 100, 101, 102, 1, 2, 2, 2]]
+        assert next(batches(data, own=[host]))["tokens"].tolist() == [[0, 100, 101, 102, 1, 2, 2, 2]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hosts": 3}, "batch_size=4 rows do not divide over 3 hosts: set it to a multiple of 3"),
-        ({"host": 2, "hosts": 2}, "got host=2, hosts=2"),
-        ({"hosts": 0}, "got host=0, hosts=0"),
+        ({"own": [3, 4]}, r"rows from 0 to data.batch_size - 1 = 3, got \[3, 4\]"),
+        ({"own": []}, r"got \[\]"),
         ({"n_batches": 0}, "n_batches must be at least 1"),
     ],
 )
-def test_wrong_hosts_and_limits_are_refused(arguments, message):
+def test_wrong_rows_and_limits_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         batches(Data(batch_size=4), **arguments)
 

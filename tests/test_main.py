@@ -21,7 +21,7 @@ import pytest
 from tiny_run import FINAL, PEAK, STEPS, WARMUP, arguments, tiny, write_corpus
 
 from dsflash_jax import cli
-from train import data, main, metrics
+from train import data, main, metrics, placement
 from train.config import Run
 from train.saver import Saver
 
@@ -212,7 +212,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = steps_kept(tmp_path / "run")
     assert left[0] == "3" and len(left) == 2 and left[1].startswith("6.")  # whole, and written but not renamed
-    assert len(metrics.read(tmp_path / "run" / "metrics.jsonl", "train")) == 6
+    assert len(metrics.read(tmp_path / "run" / "metrics.jsonl", "train")) >= 6  # it went on while the sixth was written
     assert cli.main(command) == 0
     assert "going on from step 3" in capsys.readouterr().out
     assert steps_kept(tmp_path / "run") == ["10", "9"]
@@ -339,3 +339,74 @@ def test_a_file_where_checkpoints_will_be_is_refused_before_training(corpus: Pat
 def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
     assert main.run(tiny(corpus, tmp_path, "data.holdout=0", "sample_tokens=0"), until=1) == 0
     assert metrics.read(tmp_path / "metrics.jsonl", "heldout") == []
+
+
+OTHER = ("data.seq_len=64", "model.max_position_embeddings=8192", "layout.context=2", "layout.whole=0")
+
+
+def test_a_run_starts_from_another_with_other_rows_and_layout_and_goes_on_from_its_own(
+    half: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second call finds a checkpoint of its own, of a later step."""
+    begun = []
+
+    def loop(config: Run, placement: Any, state: Any, batches: Any, heldout: Any, saver: Saver, *_: Any) -> Any:
+        begun.append((jax.device_get(state), batches.get_state()["step"], state.params["embed"].sharding.num_devices))
+        next(batches)
+        saver.save(state.replace(step=state.step + 1), batches.get_state())
+        return state, "as asked"
+
+    monkeypatch.setattr(main, "_loop", loop)
+    monkeypatch.setattr(main, "place", lambda run: placement.place(run, jax.devices()[:2]))
+    before = sorted((half / "checkpoints").rglob("*"))
+    want, _ = checkpoint(tiny(corpus, half))
+    run = tiny(corpus, tmp_path, *OTHER, f"start_from={half}")
+    assert main.run(run) == main.run(run) == 0
+    (state, position, devices), (later, own, _) = begun
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert (int(state.step), position, devices) == (HALF, 0, 2)
+    assert (int(later.step), own) == (HALF + 1, 1)
+    assert f"starting from step {HALF} of {half}" in capsys.readouterr().out
+    assert sorted((half / "checkpoints").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("start_from=no/such",), "start_from='no/such' is not the folder of a run"),
+        (
+            (f"steps={HALF}", "optim.warmup_steps=1"),
+            f"is at step {HALF}, but this run ends at steps={HALF}: raise steps",
+        ),
+        (("model.moe_intermediate_size=8",), "the arrays of step 5 do not fit this run: .*w1 was .*, is "),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_before_training(
+    changes: tuple[str, ...], message: str, half: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_loop", None)  # calling it would raise
+    with pytest.raises(ValueError, match=message):
+        main.run(tiny(corpus, tmp_path / "run", f"start_from={half}", *changes))
+
+
+def test_a_start_from_a_run_without_a_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match="other' has no checkpoint yet: train that run first"):
+        main.run(tiny(corpus, tmp_path / "run", f"start_from={tmp_path / 'other'}"))
+
+
+def test_a_step_that_is_not_finite_names_the_text_of_its_batch_wherever_the_run_started(
+    half: Path, corpus: Path, tmp_path: Path
+) -> None:
+    state, _ = checkpoint(tiny(corpus, half))
+    attn = state.params["layers"]["layer0"]["attn"]
+    attn["wq_a"] = np.full_like(attn["wq_a"], np.nan)
+    spoilt = Saver(tiny(corpus, tmp_path / "spoilt"))
+    spoilt.save(state, {"step": HALF})
+    spoilt.close()
+    config = tiny(corpus, tmp_path / "run", f"start_from={tmp_path / 'spoilt'}", "sample_tokens=0")
+    assert main.run(config, tmp_path / "result.json") == 1
+    batches = data.batches(config.data)
+    first = batches.contents(0)[0][0]
+    batches.close()
+    assert f"look at the text of this step: {first}" in json.loads((tmp_path / "result.json").read_text())["error"]

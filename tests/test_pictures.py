@@ -158,7 +158,8 @@ def test_the_image_id_of_a_large_vocabulary_keeps_its_value(run: Run) -> None:
 
 
 def test_hosts_share_the_rows_of_a_batch(run: Run) -> None:
-    parts = [next(batches(run, host=h, hosts=2)) for h in range(2)]
+    half = run.data.batch_size // 2
+    parts = [next(batches(run, own=own)) for own in (range(half), range(half, 2 * half))]
     assert_equal(next(batches(run)), jax.tree.map(lambda *a: np.concatenate(a), *parts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,19 +153,68 @@ def test_what_may_change_freely_does(run: Run, tmp_path: Path) -> None:
         assert saver.restore(jax.eval_shape(lambda: STATE))[1] == POSITION
 
 
-@pytest.mark.parametrize("part", ["data/metadata", "run/metadata", "state/_METADATA", "state", "run", ""])
-def test_a_damaged_checkpoint_is_named_with_the_way_out(part: str, run: Run) -> None:
-    with opened(run) as saver:
-        saver.save(at(1), POSITION)
-        saver.save(at(2), POSITION)
-    victim = saver.folder / "2" / part
+def damage(checkpoint: Path, part: str) -> None:
+    """Cut off a file of a checkpoint ("values": of its arrays), or empty a folder of it."""
+    victim = checkpoint / part
+    if part == "values":
+        victim = max((checkpoint / "state").rglob("d/*"), key=lambda p: p.stat().st_size)
     if victim.is_file():
         victim.write_bytes(victim.read_bytes()[:20])
     else:
         shutil.rmtree(victim)
         victim.mkdir()
-    with opened(run) as saver, pytest.raises(ValueError, match=r"2 is damaged \(.+\); remove .* to go on from step 1"):
+
+
+@pytest.mark.parametrize("part", ["values", "data/metadata", "run/metadata", "state/_METADATA", "state", "run", ""])
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(part: str, run: Run) -> None:
+    with opened(run) as saver:
+        for step in (1, 2):
+            saver.save(at(step), POSITION)
+    damage(saver.folder / "2", part)
+    said: list[str] = []
+    with opened(run) as saver:
+        restored = saver.restore(jax.eval_shape(lambda: STATE), said.append)
+        assert restored is not None and int(restored[0].step) == saver.latest() == 1
+        saver.save(at(2), POSITION)  # its place is free again
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["1", "2", "damaged-2"]
+    (line,) = said
+    assert re.fullmatch(rf"skipped the checkpoint of step 2: .+\. It is now in {saver.folder}/damaged-2", line)
+
+
+def test_damage_of_every_checkpoint_is_an_error_and_touches_none(run: Run) -> None:
+    with opened(run) as saver:
+        for step in (1, 2):
+            saver.save(at(step), POSITION)
+    damage(saver.folder / "1", "state")
+    damage(saver.folder / "2", "data/metadata")
+    with (
+        opened(run) as saver,
+        pytest.raises(ValueError, match=r"every .* is damaged \(step 2: .+; step 1: .+\); remove"),
+    ):
         saver.restore(jax.eval_shape(lambda: STATE))
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["1", "2"]
+
+
+def test_another_run_is_no_damage(run: Run) -> None:
+    with opened(run) as saver:
+        saver.save(at(1), POSITION)
+    with opened(tiny(Path(run.data.source), Path(run.out), "seed=1")) as saver:
+        saver._manager.delete(1)
+        saver.save(at(2), POSITION)
+    with opened(run) as saver, pytest.raises(ValueError, match="written by another run: seed was 1, is 0"):
+        saver.restore(jax.eval_shape(lambda: STATE))
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["2"]
+
+
+def test_a_saved_state_may_be_given_away_at_once(run: Run) -> None:
+    state = STATE.replace(params={"w": jnp.arange(2.0**22)})  # takes longer to write than a step to overwrite
+    spoil = jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0)
+    with opened(run) as saver:
+        saver.save(state, POSITION)
+        jax.block_until_ready(spoil(state))
+        restored = saver.restore(jax.eval_shape(lambda: STATE.replace(params={"w": jnp.zeros(2**22)})))
+    assert restored is not None
+    np.testing.assert_array_equal(restored[0].params["w"], np.arange(2.0**22, dtype=np.float32))
 
 
 def test_a_checkpoint_that_cannot_be_written_says_what_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ class Run:
     eval_batches: int = 8  # held-out batches of one evaluation
     save_every: int = 100  # steps between checkpoints; the last step always saves
     keep: int = 2  # checkpoints kept, newest first
+    start_from: str = ""  # folder of another run whose newest checkpoint a run without one starts from: weights,
+    # optimiser state, step and key, not its place in the data; both must have the same names, shapes and dtypes
     sample_prompt: str = "def "  # text that the sample at the end goes on from; with vision it reads pictures instead
     sample_tokens: int = 160  # tokens of that sample; 0 for none
     sample_temperature: float = 0.7  # of that sample; 0 is greedy

@@ -244,7 +244,7 @@ class Batches:
         data: Data,
         split: Split,
         packed: Packed,
-        own: slice,
+        own: Sequence[int],
         steps: int,
         transform: Callable[[Arrays], Arrays] | None,
     ) -> None:
@@ -294,7 +294,7 @@ class Batches:
         self._iterator.set_state({"next_index": state["step"]})
 
     def contents(self, step: int) -> list[list[str]]:
-        """Which text is in this host's rows of a batch: `document@first token`, in order."""
+        """Which text is in this process's rows of a batch: `document@first token`, in order."""
         return [[self._name(i) for i in row] for row in self._pieces(step)]
 
     def close(self) -> None:
@@ -308,8 +308,7 @@ class Batches:
         return f"{p.documents[owner].name}@{p.starts[piece] - p.starts[first]}"
 
     def _pieces(self, step: int) -> list[tuple[int, ...]]:
-        first = step * self._data.batch_size
-        numbers = range(first + self._own.start, first + self._own.stop)
+        numbers = (step * self._data.batch_size + row for row in self._own)
         # Only a finite split has an end: its last batch is filled with empty rows so that every batch has one shape.
         return [self.packed.rows[self._rows[n]] if n < len(self._rows) else () for n in numbers]
 
@@ -322,8 +321,7 @@ def batches(
     data: Data,
     split: Split = "train",
     *,
-    host: int = 0,
-    hosts: int = 1,
+    own: Sequence[int] | None = None,
     n_batches: int | None = None,
     model: Config | None = None,
     transform: Callable[[Arrays], Arrays] | None = None,
@@ -331,26 +329,21 @@ def batches(
     """Batches of a split as dictionaries of arrays, see `collate`.
 
     Training goes round the corpus without end, each row once an epoch; held-out batches end after one round in one
-    fixed order, the last filled up with empty rows. `n_batches` ends either earlier. Host h of n gives rows
-    h * b to (h + 1) * b of the global batch, b = batch_size / n; every host reads the whole
-    corpus. `model` lays pictures out. `transform` gets and returns a batch, may add keys, and must depend on the batch
-    alone; with prefetch it runs in the thread. Raises ValueError if the hosts do not divide the batch, and what `load`
-    raises.
+    fixed order, the last filled up with empty rows. `n_batches` ends either earlier. `own` are the rows of the global
+    batch that this process needs, by default all of them; every process reads the whole corpus. `model` lays pictures
+    out. `transform` gets and returns a batch, may add keys, and must depend on the batch alone; with prefetch it runs
+    in the thread. Raises ValueError for a row that the batch does not have, and what `load` raises.
     """
-    if hosts < 1 or not 0 <= host < hosts:
-        raise ValueError(f"host must be from 0 to hosts - 1, got host={host}, hosts={hosts}")
-    if data.batch_size % hosts:
-        raise ValueError(
-            f"data.batch_size={data.batch_size} rows do not divide over {hosts} hosts: set it to a multiple of {hosts}"
-        )
+    own = range(data.batch_size) if own is None else own
+    if not own or min(own) < 0 or max(own) >= data.batch_size:
+        raise ValueError(f"own must be rows from 0 to data.batch_size - 1 = {data.batch_size - 1}, got {list(own)}")
     if n_batches is not None and n_batches < 1:
         raise ValueError(f"n_batches must be at least 1, or None for all, got {n_batches}")
     packed = load(data, split, model)
     rows = len(packed.rows) if split == "heldout" else sys.maxsize
     steps = -(-rows // data.batch_size) if split == "heldout" else rows // data.batch_size
-    own = data.batch_size // hosts
     steps = steps if n_batches is None else min(steps, n_batches)
-    return Batches(data, split, packed, slice(host * own, (host + 1) * own), steps, transform)
+    return Batches(data, split, packed, own, steps, transform)
 
 
 def _aligned(length: int, align: int) -> int:

@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from errno import EISDIR, ENOTDIR
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import flax
 import jax
@@ -23,13 +25,14 @@ from rich.console import Console
 from dsflash_jax import engram, model, sample
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch
+from dsflash_jax.loss import CrossEntropy
 from dsflash_jax.params import leaves
 from dsflash_jax.vision import Images
-from train import data, metrics, step, tokenizer
+from train import data, hosts, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
 from train.placement import Placement, place
-from train.saver import NotSaved, Saver
+from train.saver import NotSaved, Saver, differences, folder, start_from
 from train.step import Metrics, TrainState
 
 QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs once, a bit more for the steps
@@ -75,32 +78,43 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
     1: a number was not finite, and nothing of that step was kept; or a checkpoint could not be written.
     Leaves checkpoints, metrics.jsonl, loss.png, config.json and sample.txt in `config.out`, and the result in
     `json_path`. Raises ValueError or FileNotFoundError, before anything is trained, for a run that cannot be: no
-    device, no text, or a folder that holds the checkpoints of another run.
+    device, no text, or a folder that holds the checkpoints of another run. Of many hosts each calls it; all return the
+    same, and host 0 alone prints and writes all but the checkpoints.
     """
-    console = Console()
+    out = folder(config.out)
+    hosts.start()
     _check_devices()
-    placement = place(config)
-    batches, heldout = _read(config, placement)
-    out = Path(config.out)
-    _make_folder(out)
+    hosts.check()
+    first, console = hosts.first(), Console(quiet=not hosts.first())
+    with hosts.together():
+        placement = place(config)
+        batches, heldout = _read(config, placement)
+        if first:
+            _make_folder(out)
+    _agree(config, batches, out)
     saver = Saver(config)
     try:
         state = _start(config, placement, saver, batches, console)
-        (out / "config.json").write_text(json.dumps(config.model.to_json(), indent=2) + "\n")
-        log = metrics.Log(out / "metrics.jsonl", int(state.step))
+        if first:
+            (out / "config.json").write_text(json.dumps(config.model.to_json(), indent=2) + "\n")
+        log = metrics.Log(out / "metrics.jsonl" if first else None, int(state.step))
         if int(state.step) == config.steps:
             metrics.say(console, f"{out} has reached its last step {config.steps} already: nothing to train")
             stopped = None
         else:
             state, stopped = _loop(config, placement, state, batches, heldout, saver, log, console, until)
+        hosts.exchange()  # nobody leaves while another writes
     except (NonFinite, NotSaved) as error:
-        metrics.say(console, f"stopped: {error}")
+        unheard = not first and isinstance(error, NotSaved)  # host 0 may not know
+        metrics.say(Console(stderr=True) if unheard else console, f"stopped: {error}")
         status = "not finite" if isinstance(error, NonFinite) else "not saved"
         _write(json_path, {"status": status, "out": str(out), "step": saver.latest() or 0, "error": str(error)})
         return 1
     finally:
         saver.close()
         batches.close()
+    if log.path is None:
+        return 0
     metrics.plot(log.path, out / "loss.png", out.name)
     result = {"status": stopped or "finished", "out": str(out), "step": int(state.step), "heldout": log.last("heldout")}
     if stopped:
@@ -112,6 +126,29 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
         metrics.say(console, f"checkpoints, metrics.jsonl, loss.png{sampled} are in {out}")
     _write(json_path, result)
     return 0
+
+
+def _agree(config: Run, batches: Batches, out: Path) -> None:
+    """Refuse hosts that were started differently, read other documents, or do not share the folder of the run."""
+    if jax.process_count() == 1:
+        return
+    facts = asdict(config) | {"jax": jax.__version__, "documents": batches.get_state()["corpus"]}
+    facts["data"].pop("source")  # each may have its own copy
+    alike, *others = map(json.loads, hosts.exchange(json.dumps(facts)))
+    for host, other in enumerate(others, 1):
+        if changed := sorted(differences("", alike, other)):
+            raise ValueError(f"host {host} was not started as host 0, whose values come first: {'; '.join(changed)}")
+    (name, *_) = hosts.exchange(f".shared-{uuid4().hex}")
+    if hosts.first():
+        (out / name).write_text("every host must see this\n")
+    hosts.exchange()
+    with hosts.together():
+        if not (out / name).exists():
+            raise ValueError(
+                f"out={str(out)!r} must be one folder for all hosts, but what host 0 wrote there is not here"
+            )
+    if hosts.first():
+        (out / name).unlink()
 
 
 def _make_folder(out: Path) -> None:
@@ -126,7 +163,7 @@ def _make_folder(out: Path) -> None:
         probe = out / ".writable"
         probe.write_text("a run must be able to write here\n")
         probe.unlink()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"out={str(out)!r} cannot be the folder of a run: {reason}; give another one") from error
 
@@ -156,8 +193,9 @@ def _read(config: Run, placement: Placement) -> tuple[Batches, list[Batch]]:
         return batch if rows_of is None else batch | {"engram_rows": rows_of(batch["tokens"], batch["positions"])}
 
     batches = partial(data.batches, config.data, model=config.model, transform=add_rows)
-    heldout = batches("heldout", n_batches=config.eval_batches) if config.data.holdout else ()
-    return batches("train"), [placement.put(Batch(**b)) for b in heldout]
+    whole = placement.undivided
+    heldout = batches("heldout", own=whole.rows, n_batches=config.eval_batches) if config.data.holdout else ()
+    return batches("train", own=placement.rows), [whole.put(Batch(**b)) for b in heldout]
 
 
 def row_reader(c: Config) -> sample.RowsOf | None:
@@ -183,11 +221,11 @@ def start(config: Run, placement: Placement | None = None) -> TrainState:
     Every device makes its own part of it.
     """
     where = {} if placement is None or placement.mesh is None else {"out_shardings": placement.state}
-    return _jit(partial(step.initial, config), QUICK, **where)()
+    return hosts.ready(_jit(partial(step.initial, config), QUICK, **where))()
 
 
 def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, console: Console) -> TrainState:
-    """The newest checkpoint, or a fresh state; also says what is about to be trained."""
+    """The newest checkpoint, that of the run to start from, or a fresh state; also says what is to be trained."""
     size = sum(w.size for w in leaves(model.declare(config.model)).values())
     versions = f"jax {jax.__version__}, flax {flax.__version__} on {jax.devices()[0].device_kind}"
     metrics.say(console, f"{versions}; {size:,} parameters, layers {config.model.modes}")
@@ -197,9 +235,14 @@ def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, co
     metrics.say(console, text)
     if packed.skipped:
         metrics.say(console, f"skipped {', '.join(packed.skipped[:SHOWN])}{more}")
-    if saver.latest() is None:
+    restored = saver.restore(placement.like(config), partial(metrics.say, console))
+    if restored is None and config.start_from:
+        state = start_from(config, placement.like(config))
+        metrics.say(console, f"starting from step {int(state.step)} of {config.start_from}")
+        return state
+    if restored is None:
         return start(config, placement)
-    state, position = saver.restore(placement.like(config))
+    state, position = restored
     batches.set_state(position)
     metrics.say(console, f"going on from step {int(state.step)}")
     return state
@@ -222,17 +265,23 @@ def _loop(
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
     train = _jit(step.make_step(config, placement.mesh), BRISK, donate_argnums=0, **placement.out_shardings)
-    score = _jit(partial(step.evaluate, config.inference, mesh=placement.mesh), BRISK)
+    score = _jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
+    reached = hosts.stop_step()
     first, end = int(state.step), min(config.steps, until or config.steps)
-    pending: tuple[int, Metrics] | None = None
+    pending: tuple[int, int, Metrics] | None = None
+    stopped = None if end == config.steps else AS_ASKED
     metrics.say(console, "compiling the step, which on a CPU takes a minute or more")
     with stop_signals() as stop, metrics.screen(console, first, config.steps) as screen:
         for at in range(first + 1, end + 1):
-            state, made = train(state, placement.put(Batch(**next(batches))))
+            number, batch = batches.get_state()["step"], placement.put(Batch(**next(batches)))
+            if at == first + 1:
+                train = hosts.ready(train, state, batch)
+                score = hosts.ready(score, state.params, *heldout[:1]) if heldout else score
+            state, made = train(state, batch)
             if pending:
                 _report(config, *pending, batches, saver, log, screen)
-            pending = (at, made)
-            asked = stop.asked or (AS_ASKED if at == end else None)
+            pending = (at, number, made)
+            asked = reached(at, stop.asked) or (AS_ASKED if at == end else None)
             last = at == config.steps
             evaluates = bool(heldout) and (last or at % config.eval_every == 0)
             saves = last or asked is not None or at % config.save_every == 0
@@ -246,14 +295,17 @@ def _loop(
                 if saves:
                     saver.save(state, batches.get_state())
             if asked and not last:
-                return state, asked
-    return state, None if end == config.steps else AS_ASKED
+                stopped = asked
+                break
+        saver.finish()
+    return state, stopped
 
 
 def _report(
-    config: Run, at: int, made: Metrics, batches: Batches, saver: Saver, log: metrics.Log, screen: metrics.Screen
-) -> None:
-    """Check and write one step's metrics."""
+    config: Run, at: int, number: int, made: Metrics, batches: Batches, saver: Saver, log: metrics.Log,
+    screen: metrics.Screen,
+) -> None:  # fmt: skip
+    """Check and write the metrics of one step, made of the batch `number`."""
     made = jax.device_get(made)
     if not made.finite.everything:
         saved = saver.latest()
@@ -262,7 +314,7 @@ def _report(
             + ("there is no checkpoint yet. " if saved is None else f"the checkpoint of step {saved} is untouched. ")
             + "Start again with a lower optim.peak, a lower optim.clip (now "
             f"{config.optim.clip:g}, 0 clips nothing) or a longer optim.warmup_steps, in another folder with out=...; "
-            f"or look at the text of this step: {_texts(batches, at)}"
+            f"or look at the text of this step: {_texts(batches, number)}"
         )
     values = metrics.record(config.model, made)
     report = at % config.log_every == 0 or at == config.steps
@@ -291,17 +343,22 @@ def _blame(config: Run, made: Metrics) -> str:
     return f"not finite: {'; '.join(parts)}"
 
 
-def _texts(batches: Batches, at: int) -> str:
-    """The first pieces of text in the batch of a step."""
-    pieces = [piece for row in batches.contents(at - 1) for piece in row]
+def _texts(batches: Batches, number: int) -> str:
+    """The first pieces of text in a batch."""
+    pieces = [piece for row in batches.contents(number) for piece in row]
     return ", ".join(pieces[:SHOWN]) + (f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else "")
+
+
+def _score(config: Run, mesh: Any, params: Any, batch: Batch) -> tuple[CrossEntropy, Any]:
+    """Sums over a held-out batch, and how many of its targets are bytes of text."""
+    text = jnp.sum(batch.loss_mask * (batch.targets >= tokenizer.SPECIALS))
+    return step.evaluate(config.inference, params, batch, mesh), text
 
 
 def _evaluate(score: Any, state: TrainState, at: int, heldout: list[Batch], log: metrics.Log, console: Console) -> None:
     """Held-out loss in nats a byte of text: all predicted tokens count, document ends included, over the bytes."""
-    sums = [jax.device_get(score(state.params, batch)) for batch in heldout]
-    nll, tokens = sum(float(s.nll) for s in sums), sum(float(s.tokens) for s in sums)
-    text = sum(float(jnp.sum(b.loss_mask * (b.targets >= tokenizer.SPECIALS))) for b in heldout)
+    sums, texts = zip(*(jax.device_get(score(state.params, batch)) for batch in heldout), strict=True)
+    nll, tokens, text = sum(float(s.nll) for s in sums), sum(float(s.tokens) for s in sums), sum(map(float, texts))
     values = {"nats_per_byte": nll / text, "nll": nll / tokens, "accuracy": sum(float(s.hits) for s in sums) / tokens}
     log.write("heldout", at, values | {"bytes": int(text)})
     metrics.say(console, f"step {at}: held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes")
@@ -344,7 +401,7 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
 
 def _write(path: Path | None, result: dict[str, Any]) -> None:
     """Write the machine-readable result where it is asked for."""
-    if path:
+    if path and hosts.first():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,23 +59,34 @@ def _line(text: str, where: str) -> dict[str, Any]:
 
 
 class Log:
-    """metrics.jsonl of a run; opening it at a step drops the lines of later steps, which will be written again."""
+    """metrics.jsonl of a run; opening it at a step drops the lines of later steps, which will be written again.
 
-    def __init__(self, path: Path, step: int) -> None:
+    Without a path, on hosts that write nothing, nothing is kept.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
         self.path = path
+        if path is None:
+            return
         kept = [line for line in read(path) if line["step"] <= step]
         fresh = path.with_suffix(".tmp")  # a process killed here loses no line
         fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(fresh, path)
+        fresh.replace(path)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a line of `kind` ("train" or "heldout") for the state after `step` updates."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        if self.path is None:
+            return
+        line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        if isinstance(self.path, Path):
+            with self.path.open("a") as file:
+                file.write(line)
+        else:  # an object of a bucket cannot grow
+            self.path.write_text(self.path.read_text() + line)
 
     def last(self, kind: str) -> dict[str, Any] | None:
         """The newest line of a kind, None without one."""
-        lines = read(self.path, kind)
+        lines = read(self.path, kind) if self.path else []
         return lines[-1] if lines else None
 
 
@@ -92,7 +102,8 @@ def plot(source: Path, target: Path, title: str) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(target, dpi=120)
+    with target.open("wb") as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def say(console: Console, text: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class Placement:
     """One device, without a mesh; or all of a layout's."""
 
     layout: Layout
+    batch_size: int  # rows of the global batch
     parts: int = 1  # of a batch: each array of it is [parts, rows, ...] if there is more than one
     mesh: Mesh | None = None
     state: Any = None  # sharding of every leaf of the state
@@ -32,13 +34,54 @@ class Placement:
     @property
     def out_shardings(self) -> dict[str, Any]:
         """Where a jitted step leaves the new state, as options of `jax.jit`."""
-        return {} if self.mesh is None else {"out_shardings": (self.state, None)}
+        return {} if self.mesh is None else {"out_shardings": (self.state, NamedSharding(self.mesh, P()))}
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The same for a function whose results every host reads: whole on each device."""
+        return {} if self.mesh is None else {"out_shardings": NamedSharding(self.mesh, P())}
+
+    @property
+    def undivided(self) -> Placement:
+        """The same for batches that are used in one part."""
+        return replace(self, parts=1)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The rows of a part, ascending, of which a device of this process holds at least some tokens."""
+        rows = range(self.batch_size // self.parts)
+        if self.mesh is None:
+            return tuple(rows)
+        split = NamedSharding(self.mesh, P(self.layout.rows or None))
+        indices = split.addressable_devices_indices_map((len(rows),)).values()
+        return tuple(sorted({row for index in indices if index for row in rows[index[0]]}))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The same of all parts, as rows of the global batch."""
+        return tuple(part * (self.batch_size // self.parts) + row for part in range(self.parts) for row in self.held)
 
     def put(self, batch: Batch) -> Batch:
-        """A batch of which this process holds its own rows, on its devices."""
+        """The global batch on all devices, in parts, of which this process was given its `rows`.
+
+        A device takes its own of them: processes that share a row read all of it and hand in what is theirs.
+        """
+        if self.parts > 1:
+            batch = jax.tree.map(lambda a: a.reshape(self.parts, -1, *a.shape[1:]), batch)
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
-        return jax.tree.map(jax.make_array_from_process_local_data, self._where(batch), batch)
+        axis = int(self.parts > 1)
+
+        def spread(where: NamedSharding, own: Any) -> Any:
+            def local(index: Any) -> Any:
+                rows = range(self.batch_size // self.parts)[index[axis]]
+                at = bisect_left(self.held, rows[0])
+                return own[(*index[:axis], slice(at, at + len(rows)), *index[axis + 1 :])]
+
+            shape = (*own.shape[:axis], self.batch_size // self.parts, *own.shape[axis + 1 :])
+            return jax.make_array_from_callback(shape, where, local)
+
+        return jax.tree.map(spread, self._where(batch), batch)
 
     def abstract(self, batch: Batch) -> Batch:
         """The shapes and places of a batch, of which the shapes of one part are given."""
@@ -57,7 +100,7 @@ class Placement:
 
     def like(self, run: Run) -> TrainState:
         """Shapes, dtypes and places of the state."""
-        shapes = jax.eval_shape(partial(step.initial, run))
+        shapes = shapes_on(run, self.layout)
         if self.mesh is None:
             return shapes
         return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), shapes, self.state)
@@ -66,14 +109,21 @@ class Placement:
 def place(run: Run, devices: Any = None) -> Placement:
     """The placement of a run on `devices`, by default all there are.
 
-    Raises ValueError, with the numbers, if the layout takes another number of devices, or cannot split the batch.
+    Raises ValueError, with the numbers, if the layout takes another number of devices, or cannot split the batch. One
+    process may leave devices idle with a layout of one; many have to use all.
     """
     at = run.layout
-    if at.devices == 1:
-        return Placement(at, run.accumulate)
+    if at.devices == 1 and jax.process_count() == 1:
+        return Placement(at, run.data.batch_size, run.accumulate)
     sharding.check(run.model, run.data.batch_size // run.accumulate, run.data.seq_len, at)
     mesh = at.mesh(devices)
-    return Placement(at, run.accumulate, mesh, jax.tree.map(partial(NamedSharding, mesh), state_specs(run)))
+    where = jax.tree.map(partial(NamedSharding, mesh), state_specs(run))
+    return Placement(at, run.data.batch_size, run.accumulate, mesh, where)
+
+
+def shapes_on(run: Run, layout: Layout) -> TrainState:
+    """Shapes and dtypes of the state that a layout stores; n-gram tables are filled up to what it divides."""
+    return jax.eval_shape(partial(step.initial, replace(run, layout=layout)))
 
 
 def state_specs(run: Run) -> TrainState:

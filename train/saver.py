@@ -1,9 +1,15 @@
-"""Checkpoints of a run by Orbax: weights, optimiser, router biases, counters and data position in one atomic step."""
+"""Checkpoints of a run by Orbax: weights, optimiser, router biases, counters and data position in one atomic step.
+
+Every process writes its own part, in the background. What is written does not depend on where it is read: another
+mesh, another number of processes, and n-gram tables that a layout fills up to another length.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -12,104 +18,242 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
 
+from dsflash_jax.config import need
+from dsflash_jax.sharding import Layout
+from train import hosts, placement
 from train.config import Run
 from train.step import TrainState
 
 IDENTITY = ("model", "objective", "quantize", "optim", "data", "steps", "seed")  # what a continued run must not change
 FREE = ("source", "prefetch")  # of data: the documents are compared by their content when the position is restored
+WRITE = 600  # seconds that hosts wait for each other at the end of a checkpoint
+BUCKET = "gs://"
 
 
 class NotSaved(RuntimeError):
     """A checkpoint could not be written; the message says why and what is left."""
 
 
+class Damaged(RuntimeError):
+    """A checkpoint could not be read on some host; the message says why."""
+
+
+def folder(out: str) -> Any:
+    """The folder of a run: a `Path`, or the same for a bucket. Raises ValueError for any other address."""
+    if out.startswith(BUCKET):
+        return epath.Path(out)
+    if "://" in out:
+        raise ValueError(
+            f"out={out!r} cannot be the folder of a run: give a folder, which may be a mounted bucket, or {BUCKET}"
+        )
+    return Path(out)
+
+
 class Saver:
     """The checkpoints under a run's folder. A checkpoint appears whole, by a rename, or not at all."""
 
     def __init__(self, run: Run) -> None:
-        self.folder = Path(run.out).resolve() / "checkpoints"
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs hundreds of lines for what it also raises
+        out = folder(run.out)
+        self.folder = (out if run.out.startswith(BUCKET) else out.resolve()) / "checkpoints"
+        self._run = run
         identity = {key: _plain(getattr(run, key)) for key in IDENTITY}
         identity["data"] = {key: value for key, value in identity["data"].items() if key not in FREE}
         self._identity = json.loads(json.dumps(identity))
-        # Synchronous: on a CPU the arrays of the next, donated step would be the ones being written.
-        options = ocp.CheckpointManagerOptions(
+        if hosts.first():
+            self.folder.mkdir(parents=True, exist_ok=True)
+        hosts.exchange()
+        everyone = set(range(jax.process_count()))  # named, so that they wait for each other on hosts, not on devices
+        self._manager = _open(
+            self.folder,
+            ocp.options.MultiprocessingOptions(active_processes=everyone),
             max_to_keep=run.keep,
-            enable_async_checkpointing=False,
             cleanup_tmp_directories=True,  # what a killed process left half-written
+            # Orbax holds host copies before `save` returns. On a CPU these are views of the arrays, and JAX does not
+            # reuse the memory of an array of which there is a view when a step is given it for that.
+            enable_async_checkpointing=True,
+            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE),
         )
-        json_item = ocp.JsonCheckpointHandler
-        handlers = {"state": ocp.StandardCheckpointHandler(), "data": json_item(), "run": json_item()}
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint, None without one."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState, data: dict[str, Any]) -> None:
-        """Write the state and the data position; does nothing if this step is there already."""
+        """Start to write the state and the data position, after the one before; not if this step is there already.
+
+        The state may be given away as soon as this returns. Raises NotSaved if either cannot be written.
+        """
         step = int(state.step)
+        self.finish()
         if step == self.latest():
             return
+        run = {**self._identity, "layout": asdict(self._run.layout)}
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), run=ocp.args.JsonSave(self._identity)
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), run=ocp.args.JsonSave(run)
         )
-        try:
+        with self._writing(step):
             saved = self._manager.save(step, args=args)
-        except Exception as error:  # a full disk, mostly; what the layers below raise has no common type
-            kept = self.latest()
-            raise NotSaved(
-                f"step {step} could not be saved in {self.folder} ({_reason(error)}); "
-                + ("there is no older checkpoint" if kept is None else f"the checkpoint of step {kept} is kept")
-            ) from error
         if not saved:
             raise RuntimeError(
                 f"{self.folder}: step {step} was not saved, the newest one there is of step {self.latest()}. "
                 "Two runs that write into one folder do this: give each its own out=..."
             )
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, with the shapes and dtypes of `like`, and its data position.
-
-        Raises ValueError if the run that wrote it had another model, data or optimiser, or its arrays have other names,
-        shapes or dtypes than `like`; the message names each.
-        """
-        step = self.latest()
-        with self._damage(step):
-            saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        changed = sorted(_differences("", saved, self._identity))
-        if changed:
-            raise ValueError(
-                f"{self.folder} was written by another run: {'; '.join(changed)}. Give these their old values, choose "
-                "another folder with out=..., or remove the old one. Free to change are out, keep, log_every, "
-                f"save_every, eval_*, sample_*, compute.* and {', '.join(f'data.{key}' for key in FREE)}"
-            )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        # Before anything is read: Orbax converts dtypes without a word, and a read that fails leaves others running.
-        with self._damage(step):
-            stored = _arrays(self._manager.item_metadata(step)["state"].tree)
-        wrong = sorted(_differences("", stored, _arrays(like)))
-        if wrong:
-            raise ValueError(f"{self.folder}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
-        with self._damage(step):
-            restored = self._manager.restore(step, args=args)
-        return restored["state"], restored["data"]
+    def finish(self) -> None:
+        """Wait until what `save` began is on disk. Raises NotSaved if it cannot be."""
+        with self._writing(self.latest()):
+            self._manager.wait_until_finished()
 
     @contextmanager
-    def _damage(self, step: int | None) -> Iterator[None]:
-        """Turn what Orbax raises while it reads a checkpoint, of whatever type, into one line with a way out."""
+    def _writing(self, step: int | None) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            older = [s for s in self._manager.all_steps() if s != step]
-            way = f"go on from step {max(older)}" if older else "start anew"
-            where = self.folder / str(step)
-            raise ValueError(f"{where} is damaged ({_reason(error)}); remove that folder to {way}") from error
+        except Exception as error:  # a full disk, mostly; what the layers below raise has no common type
+            kept = self.latest()
+            raise NotSaved(
+                f"step {step} could not be saved in {self.folder} ({_reason(error)}); "
+                + ("there is no older checkpoint" if kept is None else f"the checkpoint of step {kept} is kept")
+            ) from error
+
+    def restore(
+        self, like: TrainState, say: Callable[[str], None] = lambda text: None
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, with the shapes, dtypes and places of `like`, and its data position.
+
+        None if there is no checkpoint. A damaged one is put aside, which `say` is told, when an older one can be read.
+        Raises ValueError if all are damaged, if the run that wrote it had another model, data or optimiser, or if its
+        arrays have other names, shapes or dtypes than `like`; the message names each.
+        """
+        self.finish()
+        (told, *_) = hosts.exchange(json.dumps(sorted(self._manager.all_steps(), reverse=True)))
+        damaged: dict[int, str] = {}
+        for step in json.loads(told):
+            try:
+                found = _read(self.folder, step, self._run, like, self._identity)
+            except Damaged as error:
+                damaged[step] = str(error)
+                continue
+            for bad, reason in damaged.items():
+                say(f"skipped the checkpoint of step {bad}: {reason}. It is now in {self._put_aside(bad)}")
+            return found
+        if damaged:
+            text = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise ValueError(f"{self.folder}: every checkpoint is damaged ({text}); remove that folder to start anew")
+        return None
+
+    def _put_aside(self, step: int) -> Any:
+        """Rename a checkpoint so that it is none any more."""
+        names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
+        (name, *_) = hosts.exchange(next(n for n in names if not (self.folder / n).exists()))
+        if hosts.first():
+            (self.folder / str(step)).rename(self.folder / name)
+        hosts.exchange()
+        self._manager.reload()
+        return self.folder / name
 
     def close(self) -> None:
         """Finish writing and release the folder."""
         self._manager.close()
+
+
+def start_from(run: Run, like: TrainState) -> TrainState:
+    """Weights, optimiser state, step and key of the newest checkpoint of the run in the folder `run.start_from`.
+
+    With the shapes, dtypes and places of `like`; the run that wrote it may differ from this one in all else. That
+    folder is only read. Raises ValueError if there is no checkpoint or it is damaged, if its step is this run's last
+    one or later, or its arrays have other names, shapes or dtypes.
+    """
+    at, named = folder(run.start_from) / "checkpoints", f"start_from={run.start_from!r}"
+    with hosts.together():
+        need(at.is_dir(), f"{named} is not the folder of a run: it has no folder checkpoints; give the out= of a run")
+        reader = _open(at, _alone())
+        newest = reader.latest_step()
+        reader.close()
+        need(newest is not None, f"{named} has no checkpoint yet: train that run first, or give another one")
+        need(newest < run.steps,
+             f"{named} is at step {newest}, but this run ends at steps={run.steps}: raise steps")  # fmt: skip
+    (told, *_) = hosts.exchange(str(newest))
+    try:
+        return _read(at, int(told), run, like)[0]
+    except Damaged as error:
+        raise ValueError(f"{named}: the checkpoint of step {told} is damaged ({error}); remove {at / told}") from error
+
+
+def _open(at: Any, processes: Any, **options: Any) -> Any:
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+        "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        "run": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+    }
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes, **options)
+    return ocp.CheckpointManager(at, options=options, item_handlers=handlers)
+
+
+def _alone() -> Any:
+    """For a reader: nobody waits for a host that cannot read."""
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+
+
+def _read(
+    at: Any, step: int, run: Run, like: TrainState, identity: dict[str, Any] | None = None
+) -> tuple[TrainState, dict[str, Any]]:
+    """One checkpoint, of a run with this `identity` if given.
+
+    Raises what `Saver.restore` does, and Damaged on all hosts if one could not read its part.
+    """
+    reader = _open(at, _alone())
+    try:
+        with _reading():
+            saved = reader.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        wrote = Layout(**saved.pop("layout", asdict(run.layout)))
+        changed = [] if identity is None else sorted(differences("", saved, identity))
+        if changed:
+            raise ValueError(
+                f"{at} was written by another run: {'; '.join(changed)}. Give these their old values, choose another "
+                "folder with out=..., or remove the old one. Free to change are out, keep, log_every, save_every, "
+                f"eval_*, sample_*, compute.*, layout.* and {', '.join(f'data.{key}' for key in FREE)}"
+            )
+        # Before any array is read: Orbax converts dtypes without a word, and a failed read leaves others running.
+        with _reading():
+            stored = _arrays(reader.item_metadata(step)["state"].tree)
+        expected = like if wrote == run.layout else placement.shapes_on(run, wrote)
+        wrong = sorted(differences("", stored, _arrays(expected)))
+        if wrong:
+            raise ValueError(f"{at}: the arrays of step {step} do not fit this run: {'; '.join(wrong)}")
+        # Not strict: as they fit the layout that wrote them, only fill rows of n-gram tables are cut off or added.
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(jax.tree.map(_placed, like), strict=False), data=ocp.args.JsonRestore()
+        )
+        with _reading():
+            restored = reader.restore(step, args=args)
+            state = jax.block_until_ready(restored["state"])
+        return state, restored["data"]
+    finally:
+        reader.close()
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn what Orbax raises on some host, of whatever type, into one Damaged on all."""
+    fault = ""
+    try:
+        yield
+    except Exception as error:
+        fault = _reason(error)
+    for reason in hosts.exchange(fault):
+        if reason:
+            raise Damaged(reason)
+
+
+def _placed(leaf: Any) -> Any:
+    """The leaf with its place: without one Orbax looks for the devices that wrote it."""
+    where = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def _plain(value: Any) -> Any:
@@ -128,10 +272,10 @@ def _arrays(tree: Any) -> dict[str, str]:
     return {".".join(map(name, path)): f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}" for path, leaf in flat}
 
 
-def _differences(path: str, old: Any, new: Any) -> list[str]:
+def differences(path: str, old: Any, new: Any) -> list[str]:
     """Every dotted key whose value differs, with both values; a key that one side lacks is `absent` there."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = old.keys() | new.keys()
-        return [d for k in keys for d in _differences(f"{path}.{k}".lstrip("."), old.get(k, ...), new.get(k, ...))]
+        return [d for k in keys for d in differences(f"{path}.{k}".lstrip("."), old.get(k, ...), new.get(k, ...))]
     show = lambda value: "absent" if value is ... else repr(value)  # noqa: E731
     return [] if old == new else [f"{path} was {show(old)}, is {show(new)}"]
