@@ -70,6 +70,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %loop = (s32[]{:T(128)}, f32[8]{0}) while(%tuple), condition=%more, body=%turn
   %begun = ((bf16[4]), bf16[2], u32[]) async-start(%x), calls=%aside
   %moved = (f32[8]{0}, f32[16]{0}) all-to-all-start(%p), dimensions={0}
+  %sums = (f32[3]{0}, f32[5]{0}) all-reduce(%a, %b), to_apply=%add
   ROOT %end = f32[16]{0} all-to-all-done(%moved)
 }
 """
@@ -81,6 +82,8 @@ def test_collectives_count_the_turns_of_the_loops_around_them():
         ("all-gather", "f32[32]"): (7, 128),
         ("reduce-scatter", "bf16[2]"): (1, 4),
         ("all-to-all", "f32[16]"): (1, 64),
+        ("all-reduce", "f32[3]"): (1, 12),
+        ("all-reduce", "f32[5]"): (1, 20),
     }
 
 

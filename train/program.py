@@ -77,9 +77,12 @@ def collectives(text: str) -> list[Collective]:
     for _, times, shape, operation, _ in _operations(text):
         kind = operation.removesuffix("-start")
         if kind in COLLECTIVES:
-            arrays = ARRAY.findall(shape)
-            largest = max(arrays, key=lambda a: array_bytes(*a))  # a start carries operand and result
-            found[kind, f"{largest[0]}[{largest[1]}]"] += times
+            results = ARRAY.findall(shape)
+            if kind != operation and kind != "all-reduce":  # a start carries operands and results, and may count
+                results = [a for a in results if a[1] or a[0] not in ("u32", "s32")]
+                results = results[len(results) // 2 :]
+            for dtype, size in results:
+                found[kind, f"{dtype}[{size}]"] += times
     made = [Collective(kind, s, n, array_bytes(*ARRAY.findall(s)[0])) for (kind, s), n in found.items()]
     return sorted(made, key=lambda c: -c.times * c.bytes)
 
