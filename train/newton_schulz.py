@@ -35,7 +35,7 @@ SETTLE = (2.0, -1.5, 0.5)
 # Entries of the matrices that a device iterates at once: 64 MB a temporary. One released expert has 12M, which fills
 # a chip; the bound is for small matrices.
 CHUNK = 2**24
-STACK = 2**29  # entries of the shards that a device exchanges at once: 2 GiB, and two copies of them exist
+STACK = 2**28  # entries of the shards that a device exchanges at once: 1 GiB, and two copies of them exist
 
 
 def newton_schulz(x: Float[Array, "*B I O"], steps: tuple[int, int] = (8, 2)) -> Float[Array, "*B I O"]:
