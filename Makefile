@@ -17,6 +17,7 @@ CONSTRAINTS := constraints/$(if $(filter 3.11,$(VERSION)),py311,py313).txt
 # Stamps carry the version: another python3 behind the same name starts a new environment.
 RUN := $(VENV)/installed-$(VERSION)
 DEV := $(VENV)/installed-dev-$(VERSION)
+AOT := $(VENV)/installed-aot-$(VERSION)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
 .PHONY: demo test slow lint format clean help
@@ -31,7 +32,7 @@ demo: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 
-slow: $(DEV)
+slow: $(AOT)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
 
 lint: $(DEV)
@@ -60,3 +61,8 @@ $(DEV): pyproject.toml $(CONSTRAINTS) | $(BIN)/python$(VERSION)
 	@echo "== Installing with the dev extra into $(VENV), versions from $(CONSTRAINTS): a minute or two the first time"
 	$(PIP) -e '.[dev]'
 	touch $(RUN) $@
+
+$(AOT): $(DEV)
+	@echo "== Installing libtpu into $(VENV), the compiler for TPUs: 0.5 GB"
+	$(PIP) -e '.[dev,aot]'
+	touch $@

@@ -9,6 +9,7 @@ import jax
 import pytest
 import tiny_run
 
+from dsflash_jax import layer_sheet, modes
 from dsflash_jax.overrides import find, override
 from train import ahead, placement
 from train.config import Run
@@ -17,7 +18,7 @@ GIB = ahead.GIB
 REPORT = ahead.Report(
     topology="v5p:2x2x1", devices=4, cores=1, layout={}, parts=2, rows=8, seq_len=64, hbm=10 * GIB, arguments=8 * GIB,
     temporaries=4 * GIB, output=0, program=0, total=12 * GIB, flops=1, tokens=512, stablehlo_lines=1, lower_seconds=1.0,
-    compile_seconds=1.0, collectives=(), largest={}, versions="",
+    compile_seconds=1.0, collectives=(), largest={}, crossed=(), versions="",
 )  # fmt: skip
 
 
@@ -109,6 +110,23 @@ def test_a_tiny_step_compiles_for_a_tpu_and_its_arguments_are_the_shards(run):
     kinds = {c.kind for c in report.collectives}
     assert {"all-gather", "all-to-all"} <= kinds
     assert report.flops > 0 and report.stablehlo_lines > 1000
+
+
+WIDE = ("model.modes=S Se 2(F2 U) F2e U F1 U 2(X U)", "layout.fsdp=2", "accumulate=768")
+
+
+@pytest.mark.slow
+def test_the_released_width_with_fewer_repeats_fits_64_chips_and_crosses_nothing():
+    """All layer bodies of the released plan, each once or twice."""
+    pytest.importorskip("libtpu")
+    run = override(find("pretrain_64k"), WIDE)
+    assert layer_sheet.bodies(modes.plan(run.model.table)) == layer_sheet.bodies(
+        modes.plan(find("pretrain_64k").model.table)
+    )
+    report = ahead.compile_step(run, "v5p:4x4x4")
+    assert report.fits and not report.crossed
+    # Of the whole step, products are at least the 6 FLOPs a token of each active weight.
+    assert report.flops > 6 * 2e9 * report.tokens
 
 
 @pytest.mark.slow

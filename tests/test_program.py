@@ -101,3 +101,8 @@ def test_collectives_of_a_compiled_program_are_found():
 )
 def test_bytes_of_an_array(dtype, shape, size):
     assert program.array_bytes(dtype, shape) == size
+
+
+def test_arrays_of_tokens_by_slots_are_named_and_weights_are_not():
+    text = "a = pred[64,1,64,65536] f(), b = f32[65536,512] g(), c = f32[1000,5120] h(), d = f32[4096,1000] i()"
+    assert program.crossed(text, 4096, (65536, 1000), [(1000, 5120)]) == ["pred[64,1,64,65536]", "f32[4096,1000]"]

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -70,6 +71,7 @@ class Report:
     compile_seconds: float
     collectives: tuple[Collective, ...]  # a step, on each device
     largest: dict[str, int]  # arrays of the program with their bytes; the eight largest
+    crossed: tuple[str, ...]  # arrays of all tokens of a device by all slots of a row, or by the vocabulary
     versions: str
 
     @property
@@ -148,8 +150,18 @@ def compile_step(run: Run, name: str, quick: bool = True) -> Report:
         flops=program.flops(traced.jaxpr), tokens=run.data.batch_size * run.data.seq_len,
         stablehlo_lines=lowered.as_text().count("\n"), lower_seconds=round(lowered_at - begin, 1),
         compile_seconds=round(time.perf_counter() - lowered_at, 1), collectives=tuple(program.collectives(text)),
-        largest=dict(list(program.arrays(text).items())[:SHOWN]), versions=f"jax {jax.__version__}",
+        largest=dict(list(program.arrays(text).items())[:SHOWN]), crossed=tuple(_crossed(run, text)),
+        versions=f"jax {jax.__version__}, libtpu {version('libtpu')}",
     )  # fmt: skip
+
+
+def _crossed(run: Run, text: str) -> list[str]:
+    """What `program.crossed` says of the tokens that a device has of a part."""
+    c, at, data = run.model, run.layout, run.data
+    tokens = data.batch_size // run.accumulate * data.seq_len // at.size((*at.rows, *at.tokens))
+    slots = [data.seq_len // spec.ratio for spec in c.table if spec.ratio]
+    tables = [(c.vocab_size, c.hidden_size), (c.hidden_size, c.vocab_size)]
+    return program.crossed(text, tokens, {*slots, c.vocab_size}, tables)
 
 
 def abstract_batch(run: Run, place: placement.Placement) -> Batch:
@@ -279,4 +291,6 @@ def show(report: Report, console: Console) -> None:
         traffic.add_row(c.kind, c.shape, f"{c.times:,}", f"{c.times * c.bytes / GIB:,.2f}")
     console.print(traffic)
     console.print(f"the largest arrays: {', '.join(report.largest)}", highlight=False, markup=False, soft_wrap=True)
+    crossed = ", ".join(report.crossed) or "none"
+    console.print(f"arrays of tokens by slots, or by vocabulary: {crossed}", highlight=False, markup=False)
     console.print("fits" if report.fits else f"does not fit: {report.advice()}", highlight=False)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from dsflash_jax import engram, model, sample
+from dsflash_jax import engram, layout_sheet, model, sample
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch
 from dsflash_jax.loss import CrossEntropy
@@ -233,6 +233,8 @@ def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, co
     text = f"{config.data.source}: {len(packed.documents):,} documents to train on, {len(packed.tokens):,} tokens"
     more = f" and {len(packed.skipped) - SHOWN} more" if len(packed.skipped) > SHOWN else ""
     metrics.say(console, text)
+    if config.layout.devices > 1:
+        layout_sheet.show(model.declare(config.model), config.layout, console)
     if packed.skipped:
         metrics.say(console, f"skipped {', '.join(packed.skipped[:SHOWN])}{more}")
     restored = saver.restore(placement.like(config), partial(metrics.say, console))
@@ -334,7 +336,7 @@ def _blame(config: Run, made: Metrics) -> str:
 
     f = made.finite
     if not f.routed:
-        return (f"{int(made.report.dropped.sum()):,} rows found no room on the way to their experts: raise "
+        return (f"{int(made.report.dropped.sum()):,} rows found no room on the way to their experts or owners: raise "
                 f"layout.capacity={config.layout.capacity:g}, or set it to 0")  # fmt: skip
     parts = [] if f.loss else [f"the loss ({float(made.report.loss)})"]
     parts += some("gradients", f.gradients)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -97,6 +97,20 @@ def arrays(text: str) -> dict[str, int]:
     """Every array of a compiled program as dtype[shape] with its bytes, the largest first."""
     named = {f"{dtype}[{shape}]": array_bytes(dtype, shape) for dtype, shape in set(ARRAY.findall(text))}
     return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+def crossed(text: str, tokens: int, others: Iterable[int], weights: Iterable[tuple[int, ...]] = ()) -> list[str]:
+    """Arrays of a compiled program that hold `tokens` or more entries for each of some number in `others`.
+
+    Those are what a program must not make: tokens by slots, or tokens by vocabulary. Shapes of `weights` are left out,
+    and axes of 1 do not count.
+    """
+    known, found = set(weights), []
+    for name in arrays(text):
+        shape = tuple(int(n) for n in ARRAY.findall(name)[0][1].split(",") if n not in ("", "1"))
+        if shape not in known and any(n in shape and prod(shape) >= n * tokens for n in others):
+            found.append(name)
+    return found
 
 
 def _operations(text: str) -> Iterator[tuple[str, int, str, str, str]]:
