@@ -1,5 +1,6 @@
 # make demo   install into .venv, train a small model on real text, sample from it
-# make test   the test suite, make slow its longest tests;  make test PYTHON=python3.13  uses .venv-3.13
+# make test   the test suite, make slow its longest tests, make tpu those that compile for TPUs (0.5 GB to install)
+#             make test PYTHON=python3.13  uses that Python, in .venv-3.13
 # make lint   style and types;  make format  rewrites;  make clean  removes what these made, except runs/
 
 PYTHON ?= python3
@@ -20,11 +21,11 @@ DEV := $(VENV)/installed-dev-$(VERSION)
 AOT := $(VENV)/installed-aot-$(VERSION)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test slow lint format clean help
+.PHONY: demo test slow tpu lint format clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 demo: $(RUN)
 	$(BIN)/dsflash train demo
@@ -32,8 +33,11 @@ demo: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 
-slow: $(AOT)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
+slow: $(DEV)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'slow and not tpu'
+
+tpu: $(AOT)
+	$(BIN)/python -m pytest -n 0 -m tpu
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ class Layout:
     expert_splits: Literal["rows", "tokens"] = "rows"  # what the expert axis splits outside the experts
     capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all at all experts and tables
     exchange: Literal["buckets", "ragged"] = "buckets"  # how they travel: a bucket a sender, or without gaps (on TPU)
+    offload: bool = False  # the optimiser state of n-gram tables waits in host memory, and visits for its update
     whole: int = 2**16  # matrices of fewer entries are whole on every device, too
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class Layout:
             need(getattr(self, name) >= 1, f"layout.{name} must be at least 1, got {getattr(self, name)}")
         need(self.capacity == 0 or self.capacity >= 1,
              f"layout.capacity is 0 (gather) or at least 1 times the mean, got {self.capacity}")  # fmt: skip
+        need(not self.offload or self.devices > 1, "layout.offload needs a layout of more than one device")
         need(self.exchange == "buckets" or self.capacity > 0,
              "layout.exchange=ragged sends rows to their experts, but capacity=0 gathers all tokens there: set "
              "layout.capacity to at least 1")  # fmt: skip

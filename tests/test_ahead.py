@@ -98,6 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.slow
+@pytest.mark.tpu
 def test_a_tiny_step_compiles_for_a_tpu_and_its_arguments_are_the_shards(run):
     pytest.importorskip("libtpu")
     run = laid(run, "layout.expert=2", "layout.context=2", "layout.capacity=4.0")
@@ -116,6 +117,7 @@ WIDE = ("model.modes=S Se 2(F2 U) F2e U F1 U 2(X U)", "layout.fsdp=2", "accumula
 
 
 @pytest.mark.slow
+@pytest.mark.tpu
 def test_the_released_width_with_fewer_repeats_fits_64_chips_and_crosses_nothing():
     """All layer bodies of the released plan, each once or twice."""
     pytest.importorskip("libtpu")
@@ -130,6 +132,7 @@ def test_the_released_width_with_fewer_repeats_fits_64_chips_and_crosses_nothing
 
 
 @pytest.mark.slow
+@pytest.mark.tpu
 def test_a_step_that_does_not_fit_is_reported_with_what_it_would_take(run):
     pytest.importorskip("libtpu")
     huge = laid(

@@ -19,7 +19,7 @@ from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Setup
 from dsflash_jax.params import Weight, norm, normal
 from dsflash_jax.sharding import Layout
-from train import main, metrics, optim, step
+from train import main, metrics, optim, placement, step
 from train.optim import Optim
 
 C = tiny.with_modes("Se F2 F1pe X U", sliding_window=6, n_routed_experts=8)
@@ -172,3 +172,23 @@ def test_a_batch_in_parts_has_the_loss_report_and_gradients_of_the_whole(layout)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     assert max(tiny.worst(report, want_report).values()) < 1e-5
     assert not {k: v for k, v in tiny.worst(grads, want).items() if v > 1e-5}
+
+
+@pytest.mark.slow
+def test_table_state_that_waits_on_the_host_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "BRISK", main.QUICK)
+    corpus = tiny_run.write_corpus(tmp_path / "corpus")
+    changes = ("steps=4", "model.modes=Se F2", "optim.warmup_steps=1", "optim.decay_start=0.5", "eval_every=4")
+    split = ("layout.fsdp=2", "layout.context=2", "layout.whole=0", "data.batch_size=8")
+    near, far = (
+        tiny_run.tiny(corpus, tmp_path / name, *changes, *split, f"layout.offload={name == 'far'}")
+        for name in ("near", "far")
+    )
+    devices = jax.devices()[:4]
+    kinds = {at.memory_kind for at in jax.tree.leaves(placement.place(far, devices).state.opt_state)}
+    assert kinds == {"device", placement.HOST}
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    assert main.run(near) == 0
+    assert main.run(far, until=2) == 0 and main.run(far) == 0  # a checkpoint between, too
+    one, other = (metrics.read(tmp_path / name / "metrics.jsonl", "heldout")[-1] for name in ("near", "far"))
+    assert other["nats_per_byte"] == one["nats_per_byte"]

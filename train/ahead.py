@@ -128,7 +128,7 @@ def compile_step(run: Run, name: str, quick: bool = True) -> Report:
     place = placement.place(run, devices)
     state, batch = place.like(run), abstract_batch(run, place)
     begin = time.perf_counter()
-    traced = jax.jit(step.make_step(run, place.mesh), donate_argnums=0, **place.out_shardings).trace(state, batch)
+    traced = jax.jit(place.step(run), donate_argnums=0, **place.out_shardings).trace(state, batch)
     lowered = traced.lower()
     lowered_at = time.perf_counter()
     with TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from dsflash_jax.config import need
 from dsflash_jax.flow import Batch
 from dsflash_jax.overrides import override
 from dsflash_jax.sharding import AXES, Layout
-from train import data, main, step
+from train import data, main
 from train.config import Run
 from train.placement import Placement, place
 from train.step import TrainState
@@ -145,7 +145,7 @@ def measure(word: str, run: Run, at: Placement, whole: TrainState, batches: Iter
     before = _peaks(devices)
     state = spread(whole, at.like(run))
     batches = list(batches)
-    jitted = main._jit(step.make_step(run, at.mesh), main.BRISK, donate_argnums=0, **at.out_shardings)
+    jitted = main._jit(at.step(run), main.BRISK, donate_argnums=0, **at.out_shardings)
     begin = time.perf_counter()
     train = jitted.lower(state, at.put(batches[0])).compile()
     compile_seconds = time.perf_counter() - begin

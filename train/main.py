@@ -266,7 +266,7 @@ def _loop(
     A step's metrics are read after the next step was started, so that the device never waits for the host; before an
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
-    train = _jit(step.make_step(config, placement.mesh), BRISK, donate_argnums=0, **placement.out_shardings)
+    train = _jit(placement.step(config), BRISK, donate_argnums=0, **placement.out_shardings)
     score = _jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
     reached = hosts.stop_step()
     first, end = int(state.step), min(config.steps, until or config.steps)

@@ -20,6 +20,8 @@ from train import step
 from train.config import Run
 from train.step import TrainState
 
+HOST = "pinned_host"  # memory of the machine that a device reaches
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -60,6 +62,14 @@ class Placement:
     def rows(self) -> tuple[int, ...]:
         """The same of all parts, as rows of the global batch."""
         return tuple(part * (self.batch_size // self.parts) + row for part in range(self.parts) for row in self.held)
+
+    def step(self, run: Run) -> step.Step:
+        """The training step; what waits in host memory is fetched first, and `out_shardings` brings it back."""
+        inner = step.make_step(run, self.mesh)
+        if not self.layout.offload:
+            return inner
+        near = lambda a, at: jax.device_put(a, at.with_memory_kind("device")) if at.memory_kind == HOST else a  # noqa: E731
+        return lambda state, batch: inner(jax.tree.map(near, state, self.state), batch)
 
     def put(self, batch: Batch) -> Batch:
         """The global batch on all devices, in parts, of which this process was given its `rows`.
@@ -117,8 +127,7 @@ def place(run: Run, devices: Any = None) -> Placement:
         return Placement(at, run.data.batch_size, run.accumulate)
     sharding.check(run.model, run.data.batch_size // run.accumulate, run.data.seq_len, at)
     mesh = at.mesh(devices)
-    where = jax.tree.map(partial(NamedSharding, mesh), state_specs(run))
-    return Placement(at, run.data.batch_size, run.accumulate, mesh, where)
+    return Placement(at, run.data.batch_size, run.accumulate, mesh, state_places(run, mesh))
 
 
 def shapes_on(run: Run, layout: Layout) -> TrainState:
@@ -126,15 +135,18 @@ def shapes_on(run: Run, layout: Layout) -> TrainState:
     return jax.eval_shape(partial(step.initial, replace(run, layout=layout)))
 
 
-def state_specs(run: Run) -> TrainState:
-    """How each array of the state is split: optimiser state as the weight that it belongs to, counters not at all."""
+def state_places(run: Run, mesh: Mesh) -> TrainState:
+    """Where each array of the state lies: optimiser state like the weight that it belongs to, counters everywhere."""
     declared = step.declare(run.setup)
+    tables = {name for name, w in leaves(declared).items() if sharding.ROWS in w.axes}
     specs = sharding.specs(declared, run.layout)
     by_name = dict(zip(leaves(declared), jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)), strict=True))
 
-    def spec(path: Any, leaf: Any) -> P:
+    def place(path: Any, leaf: Any) -> NamedSharding:
         keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]  # partition labels, then the weight's own
         names = ("/".join(keys[i:]) for i in range(len(keys)))
-        return next((by_name[name] for name in names if name in by_name), P())
+        name = next((name for name in names if name in by_name), "")
+        waits = run.layout.offload and name in tables and path[0].name == "opt_state"
+        return NamedSharding(mesh, by_name.get(name, P()), memory_kind=HOST if waits else None)
 
-    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(partial(step.initial, run)))
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(partial(step.initial, run)))
