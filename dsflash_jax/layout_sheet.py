@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from dsflash_jax import sharding
 from dsflash_jax.parallel import Axes
@@ -54,17 +54,23 @@ def _text(split: tuple[Axes, ...]) -> str:
     return ", ".join("x".join(axes) or "-" for axes in split)
 
 
+def print_lines(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:
+    """Print columns of text that no narrow terminal or pipe cuts."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in ([title], *lines):
+        padded = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False))
+        console.print(padded.rstrip() if len(line) > 1 else title, soft_wrap=True, markup=False, highlight=False)
+
+
 def show(declared: Weights, at: Layout, console: Console) -> None:
     """Print the table, and what a device holds in all."""
     sizes = ", ".join(f"{axis} {getattr(at, axis)}" for axis in AXES if getattr(at, axis) > 1)
-    grid = Table(
-        "parameter", "copies", "shape", "split over", "MiB a device",
-        title=f"{at.devices} devices: {sizes or 'one'}", title_justify="left",
-    )  # fmt: skip
     made = rows(declared, at)
-    for row in made:
-        shape = " x ".join(map(str, row["shape"]))
-        grid.add_row(row["parameter"], str(row["copies"]), shape, row["split"], f"{row['bytes'] / 2**20:,.1f}")
-    console.print(grid)
+    head = ("parameter", "copies", "shape", "split over", "MiB a device")
+    body = [
+        (r["parameter"], str(r["copies"]), " x ".join(map(str, r["shape"])), r["split"], f"{r['bytes'] / 2**20:,.1f}")
+        for r in made
+    ]
+    print_lines(console, f"{at.devices} devices: {sizes or 'one'}", [head, *body])
     total = sum(row["bytes"] for row in made)
     console.print(f"{total / GIB:,.2f} GiB of float32 weights a device", highlight=False)

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from rich.console import Console
-from rich.table import Table
 
 from dsflash_jax import layout_sheet
 from dsflash_jax.config import need
@@ -266,30 +265,25 @@ def as_json(report: Report) -> dict[str, Any]:
 def show(report: Report, console: Console) -> None:
     """Print a report."""
     gib = lambda n: f"{n / GIB:,.2f} GiB"  # noqa: E731
-    grid = Table(show_header=False, title=f"One step on {report.topology}", title_justify="left")
     axes = ", ".join(f"{axis} {n}" for axis, n in report.layout.items() if axis in AXES and n > 1)
-    grid.add_row("devices", f"{report.devices:,}, {report.cores} a chip: {axes}")
     per = report.rows // report.parts
-    grid.add_row("batch", f"{report.rows:,} rows of {report.seq_len:,} tokens in {report.parts} parts of {per}")
-    kinds = {
-        "arguments": "arguments (state, batch)",
-        "temporaries": "temporaries",
-        "output": "output",
-        "program": "code",
-    }
-    for key, text in kinds.items():
-        grid.add_row(text, gib(getattr(report, key)))
-    grid.add_row("in all, of", f"{gib(report.total)}, {gib(report.hbm)} a device")
-    grid.add_row("FLOPs", f"{report.flops:.4g} a step, {report.flops / report.tokens:.4g} a token")
-    grid.add_row("collectives", f"{gib(report.moved)} to a device a step")
-    grid.add_row("StableHLO", f"{report.stablehlo_lines:,} lines")
-    grid.add_row("time", f"traced and lowered in {report.lower_seconds:g} s, compiled in {report.compile_seconds:g} s")
-    console.print(grid)
-    traffic = Table("collective", "array on a device", "times a step", "GiB a step", title="The largest traffic",
-                    title_justify="left")  # fmt: skip
-    for c in report.collectives[:SHOWN]:
-        traffic.add_row(c.kind, c.shape, f"{c.times:,}", f"{c.times * c.bytes / GIB:,.2f}")
-    console.print(traffic)
+    lines = [
+        ("devices", f"{report.devices:,}, {report.cores} a chip: {axes}"),
+        ("batch", f"{report.rows:,} rows of {report.seq_len:,} tokens in {report.parts} parts of {per}"),
+        ("arguments", f"{gib(report.arguments)}: state and batch"),
+        *((kind, gib(getattr(report, kind))) for kind in ("temporaries", "output", "program")),
+        ("in all", f"{gib(report.total)} of {gib(report.hbm)} a device"),
+        ("FLOPs", f"{report.flops:.4g} a step, {report.flops / report.tokens:.4g} a token"),
+        ("collectives", f"{gib(report.moved)} to a device a step"),
+        ("StableHLO", f"{report.stablehlo_lines:,} lines"),
+        ("time", f"traced and lowered in {report.lower_seconds:g} s, compiled in {report.compile_seconds:g} s"),
+    ]
+    layout_sheet.print_lines(console, f"One step on {report.topology}", lines)
+    traffic = [
+        (c.kind, c.shape, f"{c.times:,} times a step", gib(c.times * c.bytes)) for c in report.collectives[:SHOWN]
+    ]
+    if traffic:
+        layout_sheet.print_lines(console, "The largest traffic", traffic)
     console.print(f"the largest arrays: {', '.join(report.largest)}", highlight=False, markup=False, soft_wrap=True)
     crossed = ", ".join(report.crossed) or "none"
     console.print(f"arrays of tokens by slots, or by vocabulary: {crossed}", highlight=False, markup=False)
