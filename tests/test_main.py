@@ -341,6 +341,28 @@ def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
     assert metrics.read(tmp_path / "metrics.jsonl", "heldout") == []
 
 
+def test_an_evaluation_goes_over_a_batch_in_the_parts_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    whole = tiny(corpus, tmp_path, "data.batch_size=4")
+    parts = replace(whole, accumulate=2)
+    params = main.start(whole).params
+    shapes, sums = [], []
+    for run in (whole, parts):
+        batches, (heldout,) = main._read(run, placement.place(run))
+        batches.close()
+        shapes.append(heldout.tokens.shape)
+        sums.append(jax.jit(partial(main._score, run, None))(params, heldout))
+    assert shapes == [(4, 32), (2, 2, 32)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *sums)
+
+
+def test_a_held_out_loss_tells_of_rows_that_found_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sums = main.CrossEntropy(nll=8.0, tokens=4.0, hits=1.0, z=0.0)
+    log, state = metrics.Log(tmp_path / "metrics.jsonl", 0), main.TrainState(0, {}, None, None)
+    main._evaluate(lambda params, batch: (sums, batch, 4.0), state, 3, [0.0, 2.0], log, main.Console())
+    assert log.last("heldout")["dropped"] == 2
+    assert "without 2 rows that found no room: raise layout.capacity" in capsys.readouterr().out
+
+
 OTHER = ("data.seq_len=64", "model.max_position_embeddings=8192", "layout.context=2", "layout.whole=0")
 
 
