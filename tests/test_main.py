@@ -363,6 +363,14 @@ def test_a_held_out_loss_tells_of_rows_that_found_no_room(tmp_path: Path, capsys
     assert "without 2 rows that found no room: raise layout.capacity" in capsys.readouterr().out
 
 
+def test_a_start_may_be_named_from_the_folder_that_one_is_in(
+    half: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(half.parent)
+    run = tiny(corpus, half.parent / "other", f"start_from={half.name}")
+    assert int(main.start_from(run, placement.place(run).like(run)).step) == HALF
+
+
 OTHER = ("data.seq_len=64", "model.max_position_embeddings=8192", "layout.context=2", "layout.whole=0")
 
 
