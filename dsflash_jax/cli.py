@@ -254,7 +254,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
         refuse(f"{arguments.config} describes a model only; a step needs a run with data, optim and layout, like demo")
     try:
         made = ahead.main(run, arguments.topology, arguments.search)
-    except (ValueError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         refuse(error)
     write_json(arguments.json, made)
     return int(not made["fits"])
