@@ -152,7 +152,7 @@ def specs(declared: Any, at: Layout) -> Any:
 
 
 def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
-    """The weights of one layer for use: gathered over every axis that only stores them.
+    """The weights of one layer for use, or of stacked ones: gathered over every axis that only stores them.
 
     Experts, heads and n-gram rows stay split. Backward scatters the gradients the same way.
     """
@@ -163,7 +163,7 @@ def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
         for i, axes in enumerate(split_axes("", declaration, at)):
             stored = tuple(a for a in axes if a != COMPUTED.get(declaration.axes[i]))
             if stored and declaration.axes[i] != ROWS:
-                array = gather(array, stored, axis=i)
+                array = gather(array, stored, axis=len(declaration.stack) + i)
         return array
 
     return {name: map_pairs(one, declared[name], w[name]) for name in declared}

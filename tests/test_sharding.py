@@ -132,6 +132,16 @@ def test_a_weight_is_split_over_every_axis_but_data_and_small_ones_are_whole():
     assert sharding.weight_spec("beside", beside, at) == P(("fsdp", "expert", "tensor"), None)
 
 
+def test_a_stack_is_gathered_along_the_axes_of_its_weights():
+    """The blocks of the image tower."""
+    at, declared = Layout(fsdp=2, context=2, whole=0), {"w": Weight((8, 4), ("vision", "out"), NORMAL, stack=(3,))}
+    whole = jnp.arange(96.0).reshape(3, 8, 4)
+    one = partial(sharding.fetch, at, declared)
+    mesh, specs = at.mesh(jax.devices()[:4]), sharding.specs(declared, at)
+    fetched = jax.shard_map(one, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)({"w": whole})
+    np.testing.assert_array_equal(fetched["w"], whole)
+
+
 def test_what_does_not_divide_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="w1: its axis expert_stack of 4 does not divide over expert=3 devices"):
         w = Weight((4, 512, 384), ("expert_stack", "embed", "expert_width"), NORMAL, matrix=(1, 2))
