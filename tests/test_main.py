@@ -281,9 +281,18 @@ def test_a_run_that_cannot_be_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_alone_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "released"],
+        ["train", "released", "steps=2"],
+        ["compile", "released", "--topology", "v5p:4x8x8", "--seq-len", "65536"],
+        ["bench", "layouts", "released", "--layouts", "fsdp=2", "--steps", "3", "data.seq_len=8"],
+    ],
+)
+def test_a_model_alone_is_no_run_whatever_is_changed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
-        cli.main(["train", "released"])
+        cli.main(words)
     assert leaving.value.code == 2
     assert "released describes a model only" in capsys.readouterr().err
 
