@@ -254,7 +254,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
         changes += [f"layout.{axis}=1" for axis in AXES] + [f"layout.{part}" for part in arguments.mesh.split(",")]
     needs = "a step needs a run with data, optim and layout"
-    run = read_config(arguments.config, [*changes, *arguments.overrides], needs)
+    run = read_config(arguments.config, [*arguments.overrides, *changes], needs)
     from train import ahead
 
     try:

@@ -9,7 +9,7 @@ import jax
 import pytest
 import tiny_run
 
-from dsflash_jax import layer_sheet, modes
+from dsflash_jax import cli, layer_sheet, modes
 from dsflash_jax.flow import Batch
 from dsflash_jax.overrides import find, override
 from train import ahead, main, placement
@@ -101,6 +101,15 @@ def test_a_search_goes_on_behind_a_size_that_does_not_suit_the_run(monkeypatch):
     (_, first, why), (_, second, report) = ahead.search(find("demo"), "v5e")
     assert (first, why, second) == ("v5e:2x2", "no axis divides", "v5e:2x4")
     assert report.fits
+
+
+def test_options_stand_in_place_of_the_fields_that_they_name(monkeypatch):
+    got = []
+    monkeypatch.setattr(ahead, "main", lambda run, *_: got.append(run) or {"fits": True})
+    words = ["compile", "demo", "--topology", "v5p:2x2x1", "--seq-len", "64", "--mesh", "fsdp=4"]
+    assert cli.main([*words, "data.seq_len=128", "layout.fsdp=2", "layout.data=2", "layout.whole=0"]) == 0
+    (run,) = got
+    assert (run.data.seq_len, run.layout.fsdp, run.layout.data, run.layout.whole) == (64, 4, 1, 0)
 
 
 @pytest.mark.parametrize("layout", [(), ("layout.fsdp=2",)])
