@@ -203,12 +203,21 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=what)
 
 
-def read_config(source: str, overrides: Iterable[str]) -> Any:
-    """The configuration of a command line; a wrong one ends the command with status 2."""
+def read_config(source: str, overrides: Iterable[str], needs: str = "") -> Any:
+    """The configuration of a command line; a wrong one ends the command with status 2.
+
+    So does one of a model alone, whatever the overrides, where `needs` says what a run is needed for.
+    """
     from dsflash_jax.overrides import find, override
 
     try:
-        return override(find(source), list(overrides))
+        found = find(source)
+        if needs:
+            from train.config import Run
+
+            if not isinstance(found, Run):
+                refuse(f"{source} describes a model only; {needs}, like demo")
+        return override(found, list(overrides))
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
 
@@ -224,12 +233,10 @@ def write_json(path: Path | None, result: Any) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """`dsflash train`."""
-    run = read_config(arguments.config, arguments.overrides)
+    needs = "training needs a run with data, optim and steps"
+    run = read_config(arguments.config, arguments.overrides, needs)
     from train import main as training
-    from train.config import Run
 
-    if not isinstance(run, Run):
-        refuse(f"{arguments.config} describes a model only; training needs a run with data, optim and steps, like demo")
     try:
         return training.run(run, arguments.json)
     except (ValueError, FileNotFoundError) as error:
@@ -246,15 +253,13 @@ def run_compile(arguments: argparse.Namespace) -> int:
         from dsflash_jax.sharding import AXES
 
         changes += [f"layout.{axis}=1" for axis in AXES] + [f"layout.{part}" for part in arguments.mesh.split(",")]
-    run = read_config(arguments.config, [*changes, *arguments.overrides])
+    needs = "a step needs a run with data, optim and layout"
+    run = read_config(arguments.config, [*arguments.overrides, *changes], needs)
     from train import ahead
-    from train.config import Run
 
-    if not isinstance(run, Run):
-        refuse(f"{arguments.config} describes a model only; a step needs a run with data, optim and layout, like demo")
     try:
         made = ahead.main(run, arguments.topology, arguments.search)
-    except (ValueError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         refuse(error)
     write_json(arguments.json, made)
     return int(not made["fits"])
@@ -262,12 +267,9 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
 def run_bench_layouts(arguments: argparse.Namespace) -> int:
     """`dsflash bench layouts`."""
-    run = read_config(arguments.config, arguments.overrides)
+    run = read_config(arguments.config, arguments.overrides, "a benchmark of training needs a run")
     from train import bench
-    from train.config import Run
 
-    if not isinstance(run, Run):
-        refuse(f"{arguments.config} describes a model only; a benchmark of training needs a run, like demo")
     try:
         made = bench.layouts(run, arguments.layouts, arguments.steps, arguments.tolerance)
     except (ValueError, FileNotFoundError) as error:

@@ -130,7 +130,8 @@ def layer(
         y, made, index = attention_sublayer(setup, spec, w["attn"], u, shared, ctx, trace)
         return y, (made, index)
 
-    stream, (shared, index), routing = block(setup, w, Stream(x, stream.pre), attend, ctx.image, trace)
+    real = ctx.segments > 0
+    stream, (shared, index), routing = block(setup, w, Stream(x, stream.pre), attend, ctx.image, trace, real)
     routing = replace(routing, dropped=routing.dropped + unread)
     groups = ctx.groups.reshape(-1)
     kl, count = index
@@ -149,11 +150,13 @@ def block(
     attend: Callable[[Array], tuple[Array, Any]],
     image: Bool[Array, "B T"] | None,
     trace: dict[str, Array] | None,
+    real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Stream, Any, moe.Routing]:
     """Attention and experts, each inside its hyper-connection; what a backbone layer and a draft stage share.
 
     A sublayer collapses the stream with the `pre` of the sublayer before it, and its own `pre` goes to the next.
     `attend` maps the normalised input [B, T, D] to the attention output and anything else, which is handed back.
+    What is not `real` is padding.
     """
     c, x, note = setup.config, stream.x, partial(mark, trace)
     with jax.named_scope("attn"):
@@ -165,8 +168,9 @@ def block(
         f = hyper.mix(w, "ffn", x, c)
         collapsed = note("ffn_in", hyper.collapse(x, a.pre))
         v = rms_norm(collapsed, w["ffn_norm"], c.rms_norm_eps).reshape(-1, c.hidden_size)
-        of_image = None if image is None else image.reshape(-1)
-        y, routing = moe.apply(w["ffn"], v, of_image, c, setup.compute.experts, setup.inputs, setup.parallel)
+        flat = lambda a: None if a is None else a.reshape(-1)  # noqa: E731
+        how, p = setup.compute.experts, setup.parallel
+        y, routing = moe.apply(w["ffn"], v, flat(image), c, how, setup.inputs, p, flat(real))
         y = note("ffn_out", y.reshape(collapsed.shape))
         x = hyper.expand(y, x, f)
     if trace is not None:

@@ -181,13 +181,15 @@ def routed(
     how: str,
     rounding: Rounding = exact,
     p: Parallel = ONE,
+    real: Bool[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
     """Sum over a token's experts of weight * expert(x), float32; and the rows that found no room, see below.
 
     Where experts are split, `w` holds this device's. Without a capacity, the tokens of all devices that split them are
     gathered, each device adds up what its experts give, and the sums are scattered back: no token is dropped however
     they choose. With one, every row travels to its expert and back (`parallel.dispatch`), the way back in x's dtype; a
-    row that finds no place there adds nothing and is counted, for the caller to refuse the step.
+    row that finds no place there adds nothing and is counted, for the caller to refuse the step. Tokens that are not
+    `real` (padding, which is all alike and would crowd at a few experts) stay at home then and get 0.
     """
     n, a = r.experts.shape
     mine, x = w["w1"].shape[0], rounding(x)
@@ -196,7 +198,8 @@ def routed(
         out = own_experts(w, x, ids - parallel.index(p.experts) * mine, weights, c, how, rounding)
         return parallel.scatter(out, p.experts), jnp.float32(0)
     flat = r.experts.reshape(-1)
-    way = parallel.dispatch(p, flat // mine, p.experts, most=n * a)
+    owner = flat // mine if real is None else jnp.where(jnp.repeat(real, a), flat // mine, -1)
+    way = parallel.dispatch(p, owner, p.experts, most=n * a)
     ids = way.send(way.lay(flat % mine + 1)) - 1  # -1, nobody's, where no row comes
     rows, weights = way.send(spread(x, way.place.reshape(n, a), way.length)), way.send(way.lay(r.weights.reshape(-1)))
     out = own_experts(w, rows, ids[:, None], weights[:, None], c, how, rounding).astype(x.dtype)
@@ -291,10 +294,11 @@ def apply(
     how: str,
     rounding: Rounding = exact,
     p: Parallel = ONE,
+    real: Bool[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "N D"], Routing]:
-    """Routed plus shared experts, summed in float32 and cast to x's dtype."""
+    """Routed plus shared experts, summed in float32 and cast to x's dtype; `real` as `routed` takes it."""
     r = route(w["gate"], x, image, c)
-    out, dropped = routed(w["experts"], x, r, c, how, rounding, p)
+    out, dropped = routed(w["experts"], x, r, c, how, rounding, p, real)
     if c.n_shared_experts:
         out = out + shared(w["shared_experts"], x, c, rounding)
     return parallel.combine(p, out).astype(x.dtype), replace(r, dropped=dropped)

@@ -8,7 +8,7 @@ What a device stores of a weight is split over every axis but `data`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any, Literal
 
 import jax
@@ -50,8 +50,8 @@ class Layout:
         check_literals(self)
         for name in AXES:
             need(getattr(self, name) >= 1, f"layout.{name} must be at least 1, got {getattr(self, name)}")
-        need(self.capacity == 0 or self.capacity >= 1,
-             f"layout.capacity is 0 (gather) or at least 1 times the mean, got {self.capacity}")  # fmt: skip
+        need(self.capacity == 0 or 1 <= self.capacity < inf,
+             f"layout.capacity is 0 (gather) or a number from 1 on, times the mean, got {self.capacity}")  # fmt: skip
         need(not self.offload or self.devices > 1, "layout.offload needs a layout of more than one device")
         need(self.exchange == "buckets" or self.capacity > 0,
              "layout.exchange=ragged sends rows to their experts, but capacity=0 gathers all tokens there: set "
@@ -154,7 +154,7 @@ def specs(declared: Any, at: Layout) -> Any:
 
 
 def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
-    """The weights of one layer for use: gathered over every axis that only stores them.
+    """The weights of one layer for use, or of stacked ones: gathered over every axis that only stores them.
 
     Experts, heads and n-gram rows stay split. Backward scatters the gradients the same way.
     """
@@ -165,7 +165,7 @@ def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
         for i, axes in enumerate(split_axes("", declaration, at)):
             stored = tuple(a for a in axes if a != COMPUTED.get(declaration.axes[i]))
             if stored and declaration.axes[i] != ROWS:
-                array = gather(array, stored, axis=i)
+                array = gather(array, stored, axis=len(declaration.stack) + i)
         return array
 
     return {name: map_pairs(one, declared[name], w[name]) for name in declared}
@@ -189,10 +189,11 @@ def batch_specs(batch: Any, at: Layout) -> Any:
 def check(c: Config, batch: int, length: int, at: Layout) -> None:
     """Refuse a batch of `batch` rows of `length` tokens that a layout cannot split; the message has the numbers."""
     rows, tokens = at.size(at.rows), at.size(at.tokens)
-    need(batch % rows == 0, f"{batch} rows do not divide over {'x'.join(at.rows)} = {rows} devices: take a multiple")
+    need(batch % rows == 0, f"{batch} rows do not divide over {'x'.join(at.rows)} = {rows} devices: make "
+         "data.batch_size / accumulate a multiple")  # fmt: skip
     need(c.vision is None or not at.tokens,
          f"a model with images needs whole rows on a device, but {'x'.join(at.tokens)} splits tokens")  # fmt: skip
     unit = tokens * int(np.lcm.reduce([r for r in c.compress_ratios if r] or [1]))
-    need(length % unit == 0,
+    need(tokens == 1 or length % unit == 0,
          f"rows of {length} tokens do not divide over {'x'.join(at.tokens)} = {tokens} devices in whole slots: make "
          f"their length a multiple of {unit}")  # fmt: skip

@@ -9,9 +9,10 @@ import jax
 import pytest
 import tiny_run
 
-from dsflash_jax import layer_sheet, modes
+from dsflash_jax import cli, layer_sheet, modes
+from dsflash_jax.flow import Batch
 from dsflash_jax.overrides import find, override
-from train import ahead, placement
+from train import ahead, main, placement
 from train.config import Run
 
 GIB = ahead.GIB
@@ -88,6 +89,43 @@ def test_a_search_skips_what_the_state_alone_fills_and_ends_with_what_fits(monke
 def test_a_search_among_unknown_kinds_is_refused():
     with pytest.raises(ValueError, match="--search takes a kind of TPU, one of v5e, v5p, v6e, tpu7x, got 'v5p:4x4x4'"):
         list(ahead.search(find("pretrain_64k"), "v5p:4x4x4"))
+
+
+def test_a_search_goes_on_behind_a_size_that_does_not_suit_the_run(monkeypatch):
+    def compile_step(run: Run, name: str) -> ahead.Report:
+        if name == "v5e:2x2":
+            raise ValueError("no axis divides")
+        return dataclasses.replace(REPORT, topology=name, total=GIB)
+
+    monkeypatch.setattr(ahead, "compile_step", compile_step)
+    (_, first, why), (_, second, report) = ahead.search(find("demo"), "v5e")
+    assert (first, why, second) == ("v5e:2x2", "no axis divides", "v5e:2x4")
+    assert report.fits
+
+
+def test_options_stand_in_place_of_the_fields_that_they_name(monkeypatch):
+    got = []
+    monkeypatch.setattr(ahead, "main", lambda run, *_: got.append(run) or {"fits": True})
+    words = ["compile", "demo", "--topology", "v5p:2x2x1", "--seq-len", "64", "--mesh", "fsdp=4"]
+    assert cli.main([*words, "data.seq_len=128", "layout.fsdp=2", "layout.data=2", "layout.whole=0"]) == 0
+    (run,) = got
+    assert (run.data.seq_len, run.layout.fsdp, run.layout.data, run.layout.whole) == (64, 4, 1, 0)
+
+
+@pytest.mark.parametrize("layout", [(), ("layout.fsdp=2",)])
+@pytest.mark.parametrize("name", ["demo", "digits"])
+def test_the_abstract_batch_is_the_one_that_training_takes_on_one_device_and_more(name, layout):
+    """With n-gram rows, and with images."""
+    run = override(find(name), ["accumulate=2", "data.prefetch=0", "data.holdout=0", *layout])
+    place = placement.place(run, jax.devices()[: run.layout.devices])
+    batches, _ = main._read(run, place)
+    made = place.put(Batch(**next(batches)))
+    batches.close()
+    same = jax.tree.map(
+        lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding),
+        ahead.abstract_batch(run, place), made,
+    )  # fmt: skip
+    assert all(jax.tree.leaves(same))
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,28 @@ def test_rows_behind_a_small_capacity_are_counted_and_the_others_right(exchange)
     assert 0 < kept.sum() < len(kept)
 
 
+@pytest.mark.parametrize("exchange", ["buckets", "ragged"])
+def test_padding_takes_no_room_and_gets_nothing(exchange):
+    """All padding is alike and would crowd at one device, and there before the tokens of text behind it."""
+    experts = 12
+    w, x, weights = parts(experts)
+    (active, devices), real = SIZES[experts], np.arange(TOKENS) % 4 > 1
+    even = np.arange(TOKENS * active).reshape(TOKENS, active) * (experts // devices) % experts
+    ids = jnp.asarray(np.where(real[:, None], even, 0), jnp.int32)
+    c, layout = config(experts), Layout(expert=devices, capacity=1.0, exchange=exchange)
+
+    def one(w, x, ids, weights, real):
+        out, dropped = moe.routed(w, x, moe.Routing(None, ids, weights), c, "blocked", p=layout.parallel, real=real)
+        return out, dropped[None]
+
+    mesh, split = layout.mesh(jax.devices()[:devices]), P("expert")
+    run = jax.shard_map(one, mesh=mesh, in_specs=(split,) * 5, out_specs=(split, split), check_vma=False)
+    out, dropped = tiny.jit(run)(w, x, ids, weights, jnp.asarray(real))
+    _, want = dense(w, x, ids, weights, jnp.broadcast_to(real[:, None], weights.shape).astype(jnp.float32))
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    assert not np.asarray(dropped).any() and np.abs(want).max() > 0.1
+
+
 def test_a_tpu_program_exchanges_without_gaps():
     experts = 384
     w, x, weights = jax.eval_shape(partial(parts, experts))

@@ -281,9 +281,18 @@ def test_a_run_that_cannot_be_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_alone_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "released"],
+        ["train", "released", "steps=2"],
+        ["compile", "released", "--topology", "v5p:4x8x8", "--seq-len", "65536"],
+        ["bench", "layouts", "released", "--layouts", "fsdp=2", "--steps", "3", "data.seq_len=8"],
+    ],
+)
+def test_a_model_alone_is_no_run_whatever_is_changed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
-        cli.main(["train", "released"])
+        cli.main(words)
     assert leaving.value.code == 2
     assert "released describes a model only" in capsys.readouterr().err
 
@@ -339,6 +348,36 @@ def test_a_file_where_checkpoints_will_be_is_refused_before_training(corpus: Pat
 def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
     assert main.run(tiny(corpus, tmp_path, "data.holdout=0", "sample_tokens=0"), until=1) == 0
     assert metrics.read(tmp_path / "metrics.jsonl", "heldout") == []
+
+
+def test_an_evaluation_goes_over_a_batch_in_the_parts_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    whole = tiny(corpus, tmp_path, "data.batch_size=4")
+    parts = replace(whole, accumulate=2)
+    params = main.start(whole).params
+    shapes, sums = [], []
+    for run in (whole, parts):
+        batches, (heldout,) = main._read(run, placement.place(run))
+        batches.close()
+        shapes.append(heldout.tokens.shape)
+        sums.append(jax.jit(partial(main._score, run, None))(params, heldout))
+    assert shapes == [(4, 32), (2, 2, 32)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *sums)
+
+
+def test_a_held_out_loss_tells_of_rows_that_found_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sums = main.CrossEntropy(nll=8.0, tokens=4.0, hits=1.0, z=0.0)
+    log, state = metrics.Log(tmp_path / "metrics.jsonl", 0), main.TrainState(0, {}, None, None)
+    main._evaluate(lambda params, batch: (sums, batch, 4.0), state, 3, [0.0, 2.0], log, main.Console())
+    assert log.last("heldout")["dropped"] == 2
+    assert "without 2 rows that found no room: raise layout.capacity" in capsys.readouterr().out
+
+
+def test_a_start_may_be_named_from_the_folder_that_one_is_in(
+    half: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(half.parent)
+    run = tiny(corpus, half.parent / "other", f"start_from={half.name}")
+    assert int(main.start_from(run, placement.place(run).like(run)).step) == HALF
 
 
 OTHER = ("data.seq_len=64", "model.max_position_embeddings=8192", "layout.context=2", "layout.whole=0")

@@ -97,7 +97,7 @@ def test_captions_are_read_off_the_pictures(straight: Path, tmp_path: Path) -> N
 
     def nats(change: Callable[[Images], Images]) -> float:
         """Held-out loss a byte of the captions, the pictures changed."""
-        sums = [score(params, b.replace(images=change(b.images))) for b in batches]
+        sums = [score(params, b.replace(images=change(b.images)))[0] for b in batches]
         text = sum(float(jnp.sum(b.loss_mask * (b.targets > main.tokenizer.EOS))) for b in batches)
         return sum(float(s.nll) for s in sums) / text
 

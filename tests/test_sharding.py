@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from dsflash_jax import model, parallel, sharding
 from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Setup
+from dsflash_jax.overrides import find, override
 from dsflash_jax.params import Weight, norm, normal
 from dsflash_jax.sharding import Layout
 from train import main, metrics, optim, placement, step
@@ -129,6 +132,16 @@ def test_a_weight_is_split_over_every_axis_but_data_and_small_ones_are_whole():
     assert sharding.weight_spec("beside", beside, at) == P(("fsdp", "expert", "tensor"), None)
 
 
+def test_a_stack_is_gathered_along_the_axes_of_its_weights():
+    """The blocks of the image tower."""
+    at, declared = Layout(fsdp=2, context=2, whole=0), {"w": Weight((8, 4), ("vision", "out"), NORMAL, stack=(3,))}
+    whole = jnp.arange(96.0).reshape(3, 8, 4)
+    one = partial(sharding.fetch, at, declared)
+    mesh, specs = at.mesh(jax.devices()[:4]), sharding.specs(declared, at)
+    fetched = jax.shard_map(one, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)({"w": whole})
+    np.testing.assert_array_equal(fetched["w"], whole)
+
+
 def test_what_does_not_divide_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="w1: its axis expert_stack of 4 does not divide over expert=3 devices"):
         w = Weight((4, 512, 384), ("expert_stack", "embed", "expert_width"), NORMAL, matrix=(1, 2))
@@ -141,10 +154,40 @@ def test_what_does_not_divide_is_refused_with_the_numbers():
         sharding.check(C, 4, 36, Layout(context=4))
     with pytest.raises(ValueError, match=r"takes 16 devices, but there are 8: change an axis"):
         Layout(fsdp=16).mesh()
-    with pytest.raises(ValueError, match="layout.capacity is 0 .* or at least 1 times the mean, got 0.5"):
+    with pytest.raises(ValueError, match="layout.capacity is 0 .* or a number from 1 on, times the mean, got 0.5"):
         Layout(capacity=0.5)
+    with pytest.raises(ValueError, match="layout.capacity is 0 .* got inf"):
+        Layout(capacity=float("inf"))
     with pytest.raises(ValueError, match="layout.exchange=ragged .* capacity=0 gathers .* set layout.capacity"):
         Layout(exchange="ragged")
+
+
+def test_rows_that_stay_whole_may_have_any_length():
+    sharding.check(C, 4, 33, Layout(fsdp=2))
+
+
+def test_every_command_of_the_recipes_for_many_hosts_can_be_laid_out():
+    text = (Path(__file__).parent.parent / "docs" / "pods.md").read_text()
+    commands = re.findall(r"dsflash train (\S+) (.*)", text)
+    assert len(commands) >= 5
+    for name, rest in commands:
+        run = override(find(name), [word for word in rest.split() if re.match(r"(layout|data)\.\w+=", word)])
+        assert run.layout.devices > 1
+        sharding.check(run.model, run.data.batch_size // run.accumulate, run.data.seq_len, run.layout)
+        sharding.specs(step.declare(run.setup), run.layout)
+
+
+def test_an_evaluation_counts_the_rows_without_room_and_padding_is_none_of_them():
+    setup = setup_of(FEW, Layout(expert=4, capacity=1.0))
+    mesh = setup.layout.mesh(jax.devices()[:4])
+    batch = tiny.batch(FEW, tiny.tokens(FEW, ROWS, WIDTH), DOCUMENTS)
+    score = tiny.jit(partial(step.evaluate, dataclasses.replace(setup, objective=None), mesh=mesh))
+    weights = padded(FEW, tiny.weights(FEW), setup.layout)
+    _, dropped = score(weights, batch)
+    assert dropped > 0
+    nothing = jax.tree.map(jnp.zeros_like, batch).replace(engram_rows=batch.engram_rows[:1, :1] + 0 * batch.engram_rows)
+    sums, dropped = score(weights, nothing)
+    assert (float(sums.tokens), float(dropped)) == (0, 0)
 
 
 def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -160,9 +160,9 @@ def test_an_optimiser_state_that_is_no_number_is_reported_though_no_weight_shows
 
 def test_evaluation_counts_the_targets_of_the_mask_only(run: Run, start: Any, batch: Batch) -> None:
     score = jax.jit(partial(step.evaluate, run.inference))
-    whole = score(start.params, batch)
+    whole, _ = score(start.params, batch)
     assert float(whole.tokens) == float(batch.loss_mask.sum())
     # At the start every id is about as likely as any other; 10 % covers what random weights of 0.02 do to logits.
     np.testing.assert_allclose(whole.nll / whole.tokens, np.log(run.model.vocab_size), rtol=0.1)
-    none = score(start.params, batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask)))
+    none, _ = score(start.params, batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask)))
     assert (float(none.nll), float(none.tokens)) == (0.0, 0.0)

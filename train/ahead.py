@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from rich.console import Console
 
-from dsflash_jax import layout_sheet
+from dsflash_jax import layout_sheet, vision
 from dsflash_jax.config import need
 from dsflash_jax.flow import Batch
 from dsflash_jax.sharding import AXES
-from train import placement, program, step
+from train import data, placement, program, step
 from train.config import Run
 from train.program import Collective
 
@@ -156,21 +156,25 @@ def compile_step(run: Run, name: str, quick: bool = True) -> Report:
 
 def _crossed(run: Run, text: str) -> list[str]:
     """What `program.crossed` says of the tokens that a device has of a part."""
-    c, at, data = run.model, run.layout, run.data
-    tokens = data.batch_size // run.accumulate * data.seq_len // at.size((*at.rows, *at.tokens))
-    slots = [data.seq_len // spec.ratio for spec in c.table if spec.ratio]
+    c, at, length = run.model, run.layout, run.data.seq_len
+    tokens = run.data.batch_size // run.accumulate * length // at.size((*at.rows, *at.tokens))
+    slots = [length // spec.ratio for spec in c.table if spec.ratio]
     tables = [(c.vocab_size, c.hidden_size), (c.hidden_size, c.vocab_size)]
     return program.crossed(text, tokens, {*slots, c.vocab_size}, tables)
 
 
 def abstract_batch(run: Run, place: placement.Placement) -> Batch:
-    """Shapes and places of a batch of text, in parts if the run has them."""
+    """Shapes and places of a batch, in parts if the run has them; for those of images the corpus is read."""
     c, rows = run.model, run.data.batch_size // run.accumulate
     whole = lambda dtype, *more: jax.ShapeDtypeStruct((rows, run.data.seq_len, *more), dtype)  # noqa: E731
     tokens, segments, positions, targets = (whole(jnp.int32) for _ in range(4))
     heads = (c.engram_max_ngram_size - 1) * c.engram_n_heads
     table = whole(jnp.int32, len(c.engram_layer_ids), heads) if c.engram_layer_ids else None
-    return place.abstract(Batch(tokens, segments, positions, targets, whole(jnp.float32), engram_rows=table))
+    images = None
+    if c.vision is not None:
+        empty = vision.collate([[]], c, run.data.seq_len, *data.load(run.data, model=c).room)
+        images = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), empty)
+    return place.abstract(Batch(tokens, segments, positions, targets, whole(jnp.float32), table, images))
 
 
 def _memory(m: Any) -> dict[str, int]:
@@ -224,10 +228,10 @@ def search(run: Run, kind: str) -> Iterator[tuple[Run, str, Report | str]]:
             continue
         try:
             laid = spread(run, devices)
+            report = compile_step(laid, name)
         except ValueError as error:
             yield run, name, str(error)
             continue
-        report = compile_step(laid, name)
         yield laid, name, report
         if report.fits:
             return

@@ -64,7 +64,8 @@ def layouts(
     main._check_devices()
     runs = {ALONE: replace(run, layout=_alone(run.layout))}
     runs |= {word: replace(run, layout=read_layout(word, run.layout)) for word in words}
-    places = {word: place(laid, jax.devices()[: laid.layout.devices]) for word, laid in runs.items()}
+    some = lambda n: jax.devices()[:n] if n > 1 else None  # noqa: E731
+    places = {word: place(laid, some(laid.layout.devices)) for word, laid in runs.items()}
     console = console or Console()
     batches = _read(run, steps)
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731

@@ -193,9 +193,9 @@ def _read(config: Run, placement: Placement) -> tuple[Batches, list[Batch]]:
         return batch if rows_of is None else batch | {"engram_rows": rows_of(batch["tokens"], batch["positions"])}
 
     batches = partial(data.batches, config.data, model=config.model, transform=add_rows)
-    whole = placement.undivided
-    heldout = batches("heldout", own=whole.rows, n_batches=config.eval_batches) if config.data.holdout else ()
-    return batches("train", own=placement.rows), [whole.put(Batch(**b)) for b in heldout]
+    own = placement.rows
+    heldout = batches("heldout", own=own, n_batches=config.eval_batches) if config.data.holdout else ()
+    return batches("train", own=own), [placement.put(Batch(**b)) for b in heldout]
 
 
 def row_reader(c: Config) -> sample.RowsOf | None:
@@ -351,19 +351,34 @@ def _texts(batches: Batches, number: int) -> str:
     return ", ".join(pieces[:SHOWN]) + (f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else "")
 
 
-def _score(config: Run, mesh: Any, params: Any, batch: Batch) -> tuple[CrossEntropy, Any]:
-    """Sums over a held-out batch, and how many of its targets are bytes of text."""
-    text = jnp.sum(batch.loss_mask * (batch.targets >= tokenizer.SPECIALS))
-    return step.evaluate(config.inference, params, batch, mesh), text
+def _score(config: Run, mesh: Any, params: Any, batch: Batch) -> tuple[CrossEntropy, Any, Any]:
+    """Sums over a held-out batch, its rows that found no room, and how many of its targets are bytes of text.
+
+    In the parts of a step: a model that trains so may have no room for more at once.
+    """
+
+    def part(batch: Batch) -> tuple[CrossEntropy, Any, Any]:
+        text = jnp.sum(batch.loss_mask * (batch.targets >= tokenizer.SPECIALS))
+        return *step.evaluate(config.inference, params, batch, mesh), text
+
+    if config.accumulate == 1:
+        return part(batch)
+    return jax.tree.map(partial(jnp.sum, axis=0), jax.lax.map(part, batch))
 
 
 def _evaluate(score: Any, state: TrainState, at: int, heldout: list[Batch], log: metrics.Log, console: Console) -> None:
-    """Held-out loss in nats a byte of text: all predicted tokens count, document ends included, over the bytes."""
-    sums, texts = zip(*(jax.device_get(score(state.params, batch)) for batch in heldout), strict=True)
+    """Held-out loss in nats a byte of text: all predicted tokens count, document ends included, over the bytes.
+
+    Rows that found no room are missing in it, so their number stands beside it.
+    """
+    sums, missing, texts = zip(*(jax.device_get(score(state.params, batch)) for batch in heldout), strict=True)
     nll, tokens, text = sum(float(s.nll) for s in sums), sum(float(s.tokens) for s in sums), sum(map(float, texts))
     values = {"nats_per_byte": nll / text, "nll": nll / tokens, "accuracy": sum(float(s.hits) for s in sums) / tokens}
-    log.write("heldout", at, values | {"bytes": int(text)})
-    metrics.say(console, f"step {at}: held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes")
+    dropped = int(sum(missing))
+    log.write("heldout", at, values | {"bytes": int(text)} | ({"dropped": dropped} if dropped else {}))
+    short = f", without {dropped:,} rows that found no room: raise layout.capacity" if dropped else ""
+    result = f"held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes"
+    metrics.say(console, f"step {at}: {result}{short}")
 
 
 def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str | None:

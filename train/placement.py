@@ -43,11 +43,6 @@ class Placement:
         """The same for a function whose results every host reads: whole on each device."""
         return {} if self.mesh is None else {"out_shardings": NamedSharding(self.mesh, P())}
 
-    @property
-    def undivided(self) -> Placement:
-        """The same for batches that are used in one part."""
-        return replace(self, parts=1)
-
     @cached_property
     def held(self) -> tuple[int, ...]:
         """The rows of a part, ascending, of which a device of this process holds at least some tokens."""
@@ -120,10 +115,10 @@ def place(run: Run, devices: Any = None) -> Placement:
     """The placement of a run on `devices`, by default all there are.
 
     Raises ValueError, with the numbers, if the layout takes another number of devices, or cannot split the batch. One
-    process may leave devices idle with a layout of one; many have to use all.
+    process may leave devices idle with a layout of one; many, and who names the devices, have to use all.
     """
     at = run.layout
-    if at.devices == 1 and jax.process_count() == 1:
+    if at.devices == 1 and jax.process_count() == 1 and devices is None:
         return Placement(at, run.data.batch_size, run.accumulate)
     sharding.check(run.model, run.data.batch_size // run.accumulate, run.data.seq_len, at)
     mesh = at.mesh(devices)

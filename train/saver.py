@@ -52,13 +52,18 @@ def folder(out: str) -> Any:
     return Path(out)
 
 
+def checkpoints(out: str) -> Any:
+    """Where a run's checkpoints are, as an absolute path: Orbax reads no other."""
+    at = folder(out)
+    return (at if out.startswith(BUCKET) else at.resolve()) / "checkpoints"
+
+
 class Saver:
     """The checkpoints under a run's folder. A checkpoint appears whole, by a rename, or not at all."""
 
     def __init__(self, run: Run) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs hundreds of lines for what it also raises
-        out = folder(run.out)
-        self.folder = (out if run.out.startswith(BUCKET) else out.resolve()) / "checkpoints"
+        self.folder = checkpoints(run.out)
         self._run = run
         identity = {key: _plain(getattr(run, key)) for key in IDENTITY}
         identity["data"] = {key: value for key, value in identity["data"].items() if key not in FREE}
@@ -167,7 +172,7 @@ def start_from(run: Run, like: TrainState) -> TrainState:
     folder is only read. Raises ValueError if there is no checkpoint or it is damaged, if its step is this run's last
     one or later, or its arrays have other names, shapes or dtypes.
     """
-    at, named = folder(run.start_from) / "checkpoints", f"start_from={run.start_from!r}"
+    at, named = checkpoints(run.start_from), f"start_from={run.start_from!r}"
     with hosts.together():
         need(at.is_dir(), f"{named} is not the folder of a run: it has no folder checkpoints; give the out= of a run")
         reader = _open(at, _alone())

@@ -196,13 +196,16 @@ def balance(params: Weights, report: loss.Report, layers: dict[str, np.ndarray],
     return jax.tree_util.tree_map_with_path(update, params)
 
 
-def evaluate(setup: Setup, params: Weights, batch: Batch, mesh: Mesh | None = None) -> loss.CrossEntropy:
-    """Cross-entropy sums of a held-out batch; pass a setup without an objective to leave out the auxiliary losses."""
+def evaluate(setup: Setup, params: Weights, batch: Batch, mesh: Mesh | None = None) -> tuple[loss.CrossEntropy, Array]:
+    """Cross-entropy sums of a held-out batch, and how many rows found no room on the way to an expert or a table.
 
-    def one(params: Weights, batch: Batch) -> loss.CrossEntropy:
-        y, _ = model.forward(setup, params, batch)
+    Pass a setup without an objective to leave out the auxiliary losses.
+    """
+
+    def one(params: Weights, batch: Batch) -> tuple[loss.CrossEntropy, Array]:
+        y, out = model.forward(setup, params, batch)
         ce = loss.cross_entropy(loss.head(setup, params), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
-        return jax.tree.map(partial(parallel.total, setup.parallel), ce)
+        return jax.tree.map(partial(parallel.total, setup.parallel), (ce, out.loads.dropped.sum()))
 
     if mesh is None:
         return one(params, batch)
