@@ -148,6 +148,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     compile_.add_argument(
         "--mesh", metavar="AXIS=N,...", help="the axes of the layout, in place of its own; others are 1"
     )
+    compile_.add_argument(
+        "--no-code", action="store_true", help="stop when memory is laid out: minutes, not a quarter hour"
+    )
     compile_.add_argument("--search", action="store_true", help="find the smallest topology of the kind that it fits")
     add_overrides(compile_)
 
@@ -258,7 +261,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
     from train import ahead
 
     try:
-        made = ahead.main(run, arguments.topology, arguments.search)
+        made = ahead.main(run, arguments.topology, arguments.search, not arguments.no_code)
     except (ValueError, FileNotFoundError, ImportError) as error:
         refuse(error)
     write_json(arguments.json, made)

@@ -12,14 +12,14 @@ import tiny_run
 from dsflash_jax import cli, layer_sheet, modes
 from dsflash_jax.flow import Batch
 from dsflash_jax.overrides import find, override
-from train import ahead, main, placement
+from train import ahead, compiler, main, placement
 from train.config import Run
 
 GIB = ahead.GIB
 REPORT = ahead.Report(
     topology="v5p:2x2x1", devices=4, cores=1, layout={}, parts=2, rows=8, seq_len=64, hbm=10 * GIB, arguments=8 * GIB,
-    temporaries=4 * GIB, output=0, program=0, total=12 * GIB, flops=1, tokens=512, stablehlo_lines=1, lower_seconds=1.0,
-    compile_seconds=1.0, collectives=(), largest={}, crossed=(), versions="",
+    temporaries=4 * GIB, output=0, program=0, total=12 * GIB, flops=1, tokens=512, stablehlo_lines=1, code=True,
+    lower_seconds=1.0, compile_seconds=1.0, collectives=(), largest={}, crossed=(), versions="",
 )  # fmt: skip
 
 
@@ -51,15 +51,15 @@ def test_devices_that_do_not_divide_are_refused_with_the_numbers():
 
 def test_an_unknown_topology_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="topology 'v9:2x2' is not one of v5e:16x16, v5p:8x16x16"):
-        ahead.topology("v9:2x2")
+        compiler.parse("v9:2x2")
     with pytest.raises(ValueError, match="topology 'v5p' is not one of"):
-        ahead.topology("v5p")
+        compiler.parse("v5p")
 
 
 def test_without_libtpu_the_message_names_the_extra(monkeypatch):
-    monkeypatch.setattr(ahead, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "dsflash_jax\[aot\]"'):
-        ahead.topology("v5p:2x2x1")
+        ahead.compile_step(find("pretrain_64k"), "v5p:4x8x8")
 
 
 def test_advice_names_what_takes_the_room():
@@ -73,7 +73,7 @@ def test_a_search_skips_what_the_state_alone_fills_and_ends_with_what_fits(monke
     """The released state is 5,575 GiB; of the rest every size is too small but the last."""
     tried = []
 
-    def compile_step(run: Run, name: str) -> ahead.Report:
+    def compile_step(run: Run, name: str, code: bool) -> ahead.Report:
         tried.append(name)
         return dataclasses.replace(REPORT, topology=name, total=(12 if name != "v5p:4x8x8" else 9) * GIB)
 
@@ -81,7 +81,7 @@ def test_a_search_skips_what_the_state_alone_fills_and_ends_with_what_fits(monke
     found = list(ahead.search(find("pretrain_64k"), "v5p"))
     assert tried == ["v5p:4x4x8", "v5p:4x8x8"]
     names = [name for _, name, _ in found]
-    assert names == [f"v5p:{size}" for size in ahead.SIZES["v5p"][: len(names)]]
+    assert names == [f"v5p:{size}" for size in compiler.SIZES["v5p"][: len(names)]]
     assert found[4][2] == "the state alone takes 87.1 GiB of 95.74 a device"
     assert found[-1][2].fits
 
@@ -92,7 +92,7 @@ def test_a_search_among_unknown_kinds_is_refused():
 
 
 def test_a_search_goes_on_behind_a_size_that_does_not_suit_the_run(monkeypatch):
-    def compile_step(run: Run, name: str) -> ahead.Report:
+    def compile_step(run: Run, name: str, code: bool) -> ahead.Report:
         if name == "v5e:2x2":
             raise ValueError("no axis divides")
         return dataclasses.replace(REPORT, topology=name, total=GIB)
@@ -123,7 +123,7 @@ def test_the_abstract_batch_is_the_one_that_training_takes_on_one_device_and_mor
     batches.close()
     same = jax.tree.map(
         lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding),
-        ahead.abstract_batch(run, place), made,
+        compiler.abstract_batch(run, place), made,
     )  # fmt: skip
     assert all(jax.tree.leaves(same))
 
@@ -141,8 +141,8 @@ def test_a_tiny_step_compiles_for_a_tpu_and_its_arguments_are_the_shards(run):
     pytest.importorskip("libtpu")
     run = laid(run, "layout.expert=2", "layout.context=2", "layout.capacity=4.0")
     report = ahead.compile_step(run, "v5p:2x2x1")
-    place = placement.place(run, ahead.topology("v5p:2x2x1")[1])
-    arrays = jax.tree.leaves((place.like(run), ahead.abstract_batch(run, place)))
+    place = placement.place(run, compiler.topology("v5p:2x2x1")[1])
+    arrays = jax.tree.leaves((place.like(run), compiler.abstract_batch(run, place)))
     shards = sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
     # A TPU stores rows of 128 lanes, so that small arrays take more than their entries.
     assert report.fits and shards <= report.arguments < 500 * shards
@@ -163,7 +163,7 @@ def test_the_released_width_with_fewer_repeats_fits_64_chips_and_crosses_nothing
     assert layer_sheet.bodies(modes.plan(run.model.table)) == layer_sheet.bodies(
         modes.plan(find("pretrain_64k").model.table)
     )
-    report = ahead.compile_step(run, "v5p:4x4x4")
+    report = ahead.compile_step(run, "v5p:4x4x4", code=False)
     assert report.fits and not report.crossed
     # Of the whole step, products are at least the 6 FLOPs a token of each active weight.
     assert report.flops > 6 * 2e9 * report.tokens
