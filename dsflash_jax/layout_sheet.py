@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsflash_jax import sharding
 from dsflash_jax.parallel import Axes
@@ -58,7 +58,7 @@ def show(declared: Weights, at: Layout, console: Console) -> None:
     """Print the table, and what a device holds in all."""
     sizes = ", ".join(f"{axis} {getattr(at, axis)}" for axis in AXES if getattr(at, axis) > 1)
     grid = Table(
-        "parameter", "copies", "shape", "split over", "MiB a device",
+        *(Column(name, overflow="fold") for name in ("parameter", "copies", "shape", "split over", "MiB a device")),
         title=f"{at.devices} devices: {sizes or 'one'}", title_justify="left",
     )  # fmt: skip
     made = rows(declared, at)
