@@ -10,7 +10,6 @@ Recipe:   training specification sections 1.1 and 6: YaRN by 16, 96 rows in plac
 
 from dataclasses import replace
 
-from dsflash_jax.config import Compute
 from dsflash_jax.overrides import find
 from dsflash_jax.sharding import Layout
 
@@ -24,7 +23,8 @@ config = replace(
         rope_scaling=released.rope_scaling,
     ),
     out="runs/extend_1m",
-    compute=Compute(dtype="bfloat16", remat="full", query_chunk=64, loss_chunk=128),
+    until=0,
+    compute=replace(before.compute, query_chunk=64),
     layout=Layout(expert=32, context=8, expert_splits="tokens", capacity=2.0),
     accumulate=96,  # a row at a time: 4,096 tokens a chip
     data=replace(before.data, seq_len=1048576, batch_size=96),

@@ -36,7 +36,8 @@ config = Run(
     model=model,
     out="runs/pretrain_64k",
     steps=447_035,
-    compute=Compute(dtype="bfloat16", remat="full", query_chunk=128, loss_chunk=128),
+    until=337_760,  # the rest is configs/extend_1m.py
+    compute=Compute(dtype="bfloat16", remat="full", experts="ragged", query_chunk=128, loss_chunk=128),
     layout=Layout(fsdp=8, expert=32, expert_splits="tokens", capacity=2.0),
     accumulate=192,  # parts of 8 rows: 2,048 tokens a chip
     optim=Optim(),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def _equal_steps_are_traced_once() -> Iterator[None]:
     """Runs that differ in folder and rhythm share one step function, so JAX traces it once in this process."""
     make = cache(main.step.make_step)
     with pytest.MonkeyPatch.context() as patch:
-        same = partial(replace, out="any", save_every=1, eval_every=1)
+        same = partial(replace, out="any", save_every=1, eval_every=1, until=0)
         patch.setattr(main.step, "make_step", lambda run, mesh: make(same(run), mesh))
         yield
 
@@ -297,10 +298,18 @@ def test_a_model_alone_is_no_run_whatever_is_changed(words: list[str], capsys: p
     assert "released describes a model only" in capsys.readouterr().err
 
 
+def test_a_run_leaves_after_the_update_it_is_told(corpus: Path, tmp_path: Path) -> None:
+    config = tiny(corpus, tmp_path / "run", "until=2")
+    assert main.run(config, tmp_path / "result.json") == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["status"], result["step"]) == (main.AS_ASKED, 2)
+
+
 def test_a_missing_accelerator_is_one_plain_line(corpus: Path, tmp_path: Path) -> None:
     shown = child(["-m", "train.main"], *arguments(corpus, tmp_path / "run"), JAX_PLATFORMS="tpu")
     assert shown.returncode == 2
-    (line,) = shown.stderr.splitlines()
+    *noise, line = shown.stderr.splitlines()
+    assert not noise or find_spec("libtpu")  # which says more before it gives up
     assert line.startswith("dsflash: JAX found no device with JAX_PLATFORMS='tpu': ")
     assert "Unset it" in line
 

@@ -21,10 +21,11 @@ class Run:
 
     model: Config  # the architecture
     out: str  # folder of checkpoints, metrics, plot and sample
-    steps: int  # optimiser updates
+    steps: int  # optimiser updates; schedules are fractions of them
     compute: Compute = field(default_factory=Compute)  # dtype, remat, kernels
     objective: Objective = field(default_factory=Objective)  # auxiliary losses
     layout: Layout = field(default_factory=Layout)  # devices it runs on
+    until: int = 0  # update after which the run saves and leaves, for another run to start from; 0: the last
     accumulate: int = 1  # parts of a batch that are differentiated one after the other; more need less memory
     quantize: Quantize = field(default_factory=Quantize)  # values rounded as in the released model; default none
     optim: Optim = field(default_factory=Optim)  # families and schedule
@@ -44,7 +45,7 @@ class Run:
     def __post_init__(self) -> None:
         for key in ("steps", "log_every", "eval_every", "eval_batches", "save_every", "keep", "accumulate"):
             need(getattr(self, key) >= 1, f"{key} must be at least 1, got {getattr(self, key)}")
-        for key in ("seed", "sample_tokens", "sample_temperature"):
+        for key in ("seed", "until", "sample_tokens", "sample_temperature"):
             need(getattr(self, key) >= 0, f"{key} must not be negative, got {getattr(self, key)}")
         need(self.seed < 2**63, f"seed must be below 2**63, got {self.seed}")
         need(self.optim.peak < math.inf, f"optim.peak must be finite, got {self.optim.peak}")

@@ -269,7 +269,7 @@ def _loop(
     train = _jit(placement.step(config), BRISK, donate_argnums=0, **placement.out_shardings)
     score = _jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
     reached = hosts.stop_step()
-    first, end = int(state.step), min(config.steps, until or config.steps)
+    first, end = int(state.step), min(config.steps, until or config.until or config.steps)
     pending: tuple[int, int, Metrics] | None = None
     stopped = None if end == config.steps else AS_ASKED
     metrics.say(console, "compiling the step, which on a CPU takes a minute or more")
