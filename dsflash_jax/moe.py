@@ -262,7 +262,7 @@ def collect(rows: Float[Array, "R D"], place: Int[Array, "N A"]) -> Float[Array,
     """Sum of the rows that each token has at place[n], float32; places behind the last row add nothing."""
 
     def add(total: Array, place: Array) -> tuple[Array, None]:
-        return total + rows.at[place].get(mode="fill", fill_value=0), None
+        return total + rows.at[place].get(mode="fill", fill_value=0).astype(jnp.float32), None
 
     return jax.lax.scan(add, jnp.zeros((len(place), rows.shape[1]), jnp.float32), place.T)[0]
 

@@ -336,9 +336,9 @@ def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Pa
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
 
 
-def test_ngram_memory_over_another_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="engram_compressed_vocab_size=99092: .* model.vocab_size=264"):
-        tiny(corpus, tmp_path, *ENGRAM, "model.engram_compressed_vocab_size=99092")
+def test_ngram_memory_without_room_for_all_bytes_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="engram_compressed_vocab_size=258: .* of which there are 259"):
+        tiny(corpus, tmp_path, *ENGRAM, "model.engram_compressed_vocab_size=258")
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "loss.png", "sample.txt"])

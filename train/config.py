@@ -83,4 +83,4 @@ def _match_tokenizer(c: Config) -> None:
          f"{tokenizer.vocab_size}, with model.vocab_size above it (now {c.vocab_size})")  # fmt: skip
     need(not c.engram_layer_ids or c.engram_compressed_vocab_size >= tokenizer.vocab_size,
          f"model.engram_compressed_vocab_size={c.engram_compressed_vocab_size}: n-grams of bytes are hashed from the "
-         f"ids themselves, so it must equal model.vocab_size={c.vocab_size}")  # fmt: skip
+         f"ids themselves, of which there are {tokenizer.vocab_size}: raise it to that or more")  # fmt: skip
