@@ -3,7 +3,7 @@
 Command:  dsflash train extend_1m data.source=FOLDER start_from=runs/pretrain_64k on every host of the slice;
           dsflash compile extend_1m --topology v5p:4x8x8 on any machine
 Hardware: 256 TPU v5p chips (v5p:4x8x8)
-Memory:   EXT_ALL GiB of 95.7 a chip (compiled, not run)
+Memory:   68.7 GiB of 95.7 a chip (compiled, not run)
 Recipe:   training specification sections 1.1 and 6: YaRN by 16, 96 rows in place of 1,536, everything else and the
           schedule as before: the learning rate is 1.43e-4 here and falls.
 """
