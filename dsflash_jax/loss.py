@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import flow, model, parallel, sharding
+from dsflash_jax import compressor, flow, model, parallel, sharding
 from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
@@ -120,8 +120,7 @@ def counts(setup: Setup, batch: Batch) -> Counts:
     sequences = jnp.sum(jnp.zeros((n,), jnp.float32).at[groups].max(1.0, mode="drop", wrap_negative_indices=False))
     seen = {0: jnp.float32(0)}
     for ratio in {spec.ratio for spec in c.table} - {0}:
-        visible = jnp.where(segments > 0, (positions + 1) // ratio, 0)
-        seen[ratio] = jnp.sum(visible > 1, dtype=jnp.float32)
+        seen[ratio] = jnp.sum(compressor.slots(segments, positions, ratio).visible > 1, dtype=jnp.float32)
     queries = jnp.stack([seen[spec.ratio] for spec in c.table])
     once = jax.tree.map(lambda a: a / p.size(p.tokens), (queries, sequences))
     return jax.tree.map(partial(parallel.total, p), Counts(jnp.sum(batch.loss_mask, dtype=jnp.float32), *once))

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from dsflash_jax import layout_sheet
 from dsflash_jax.config import need
+from dsflash_jax.layout_sheet import GIB
 from dsflash_jax.sharding import AXES
 from train import compiler, program, step
 from train.config import Run
 from train.program import Collective
 
-GIB = 2**30
 # What the compiler lets a program use of one device's memory, by its own message for a program that is too large.
 HBM = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 CORES = {"tpu7x": 2}  # devices of a chip, where not one

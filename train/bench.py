@@ -61,7 +61,7 @@ def layouts(
     need(bool(words), "--layouts names nothing to compare with one device: give some, for example fsdp=2 expert=2")
     need(steps > WARM, f"--steps must be more than the {WARM} whose time does not count, got {steps}")
     tolerance = TOLERANCE[run.compute.dtype] if tolerance is None else tolerance
-    main._check_devices()
+    main.check_devices()
     runs = {ALONE: replace(run, layout=_alone(run.layout))}
     runs |= {word: replace(run, layout=read_layout(word, run.layout)) for word in words}
     some = lambda n: jax.devices()[:n] if n > 1 else None  # noqa: E731
@@ -146,7 +146,7 @@ def measure(word: str, run: Run, at: Placement, whole: TrainState, batches: Iter
     before = _peaks(devices)
     state = spread(whole, at.like(run))
     batches = list(batches)
-    jitted = main._jit(at.step(run), main.BRISK, donate_argnums=0, **at.out_shardings)
+    jitted = main.jit(at.step(run), main.BRISK, donate_argnums=0, **at.out_shardings)
     begin = time.perf_counter()
     train = jitted.lower(state, at.put(batches[0])).compile()
     compile_seconds = time.perf_counter() - begin

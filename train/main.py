@@ -83,7 +83,7 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
     """
     out = folder(config.out)
     hosts.start()
-    _check_devices()
+    check_devices()
     hosts.check()
     first, console = hosts.first(), Console(quiet=not hosts.first())
     with hosts.together():
@@ -168,14 +168,15 @@ def _make_folder(out: Path) -> None:
         raise ValueError(f"out={str(out)!r} cannot be the folder of a run: {reason}; give another one") from error
 
 
-def _jit(function: Any, effort: int, **options: Any) -> Any:
+def jit(function: Any, effort: int, **options: Any) -> Any:
     """`jax.jit`; a CPU's compiler, whose time a small run mostly consists of, is told how hard to optimise."""
     if jax.default_backend() == "cpu":
         options["compiler_options"] = {"xla_backend_optimization_level": effort}
     return jax.jit(function, **options)
 
 
-def _check_devices() -> None:
+def check_devices() -> None:
+    """Raise ValueError, with the way out, where JAX finds no device."""
     try:
         jax.devices()
     except RuntimeError as error:
@@ -221,7 +222,7 @@ def start(config: Run, placement: Placement | None = None) -> TrainState:
     Every device makes its own part of it.
     """
     where = {} if placement is None or placement.mesh is None else {"out_shardings": placement.state}
-    return hosts.ready(_jit(partial(step.initial, config), QUICK, **where))()
+    return hosts.ready(jit(partial(step.initial, config), QUICK, **where))()
 
 
 def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, console: Console) -> TrainState:
@@ -266,8 +267,8 @@ def _loop(
     A step's metrics are read after the next step was started, so that the device never waits for the host; before an
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
-    train = _jit(placement.step(config), BRISK, donate_argnums=0, **placement.out_shardings)
-    score = _jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
+    train = jit(placement.step(config), BRISK, donate_argnums=0, **placement.out_shardings)
+    score = jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
     reached = hosts.stop_step()
     first, end = int(state.step), min(config.steps, until or config.until or config.steps)
     pending: tuple[int, int, Metrics] | None = None

@@ -74,7 +74,7 @@ class Collective:
 def collectives(text: str) -> list[Collective]:
     """The collectives of a compiled program, from its HLO text, the largest traffic first."""
     found: Counter[tuple[str, str]] = Counter()
-    for _, times, shape, operation, _ in _operations(text):
+    for times, shape, operation in _operations(text):
         kind = operation.removesuffix("-start")
         if kind in COLLECTIVES:
             results = ARRAY.findall(shape)
@@ -113,8 +113,8 @@ def crossed(text: str, tokens: int, others: Iterable[int], weights: Iterable[tup
     return found
 
 
-def _operations(text: str) -> Iterator[tuple[str, int, str, str, str]]:
-    """(computation, times it runs, result, operation, rest of the line) of everything that runs."""
+def _operations(text: str) -> Iterator[tuple[int, str, str]]:
+    """(times it runs, result, operation) of everything that runs."""
     bodies: dict[str, list[tuple[str, str, str]]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -137,9 +137,8 @@ def _operations(text: str) -> Iterator[tuple[str, int, str, str, str]]:
 
     visit(entry, 1)
     for name, operations in bodies.items():
-        for result, kind, rest in operations:
-            if times[name]:
-                yield name, times[name], result, kind, rest
+        if times[name]:
+            yield from ((times[name], result, kind) for result, kind, _ in operations)
 
 
 def _turns(bodies: dict[str, list[tuple[str, str, str]]], rest: str) -> int:
