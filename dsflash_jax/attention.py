@@ -8,7 +8,7 @@ common to the queries of a chunk, [k, d], or gathered for each query, [t, k, d].
 from __future__ import annotations
 
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,14 @@ from dsflash_jax.params import Weight, Weights, constant, norm, normal
 Sizes = tuple[int, int]  # window, chunk
 Keys = list[tuple[Array, Array]]  # (keys, bool [t, k]: which of them each query attends)
 Past = tuple[Array, Array] | None  # window KV [B, window - 1, Dh] and segments of the tokens before row 0
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Selected KV that is not one array: slots of a cache. Batch axes come first, as of an array."""
+
+    def rows(self, ids: Int[Array, "T K"]) -> Float[Array, "T K D"]:
+        """The slots of one row by number; an absent one (-1) gives some slot."""
 
 
 def weights(c: Config) -> dict[str, Weight]:
@@ -75,7 +83,7 @@ def output(
 def attend(
     q: Float[Array, "B T H Dh"],
     window_kv: Float[Array, "B T Dh"],
-    kv: Float[Array, "B S Dh"] | None,
+    kv: Float[Array, "B S Dh"] | Rows | None,
     topk: Int[Array, "B T K"] | None,
     sink: Float[Array, " H"],
     segments: Int[Array, "B T"],
@@ -89,7 +97,8 @@ def attend(
     p_k = exp(q . k Dh^-0.5) / (exp(sink) + sum_j exp(q . j Dh^-0.5)). The query at row i attends window keys j with
     i - window < j <= i in its own segment (0 is padding and attends none), and the row slots in `topk` (-1 = absent,
     no slot twice). A query with nothing to attend gives 0. `kv` and `topk` are None in window-only layers. `past` is
-    given where the row goes on from tokens that lie elsewhere; without it nothing stands before row 0.
+    given where the row goes on from tokens that lie elsewhere; without it nothing stands before row 0. `kv` may be
+    slots of a cache; those have no gradient.
 
     Returns o in q's dtype and lse = log of the whole denominator, sink included, float32. lse is a constant to
     differentiation: its cotangent is ignored. q and both kv share one dtype; logits, softmax and sums are float32,
@@ -169,8 +178,10 @@ def dot(q: Float[Array, "T H Dh"], keys: Float[Array, "*T K Dh"]) -> Float[Array
     return jnp.einsum("thd,kd->thk" if keys.ndim == 2 else "thd,tkd->thk", q, keys, preferred_element_type=jnp.float32)
 
 
-def gather(x: Float[Array, "S D"], ids: Int[Array, "T K"]) -> Float[Array, "T K D"]:
+def gather(x: Float[Array, "S D"] | Rows, ids: Int[Array, "T K"]) -> Float[Array, "T K D"]:
     """Rows of x; an absent id (-1) gives some row, which the caller masks."""
+    if isinstance(x, Rows):
+        return x.rows(ids)
     return x.at[jnp.maximum(ids, 0)].get(mode="clip")
 
 

@@ -72,20 +72,59 @@ def compress(
     """
     if ratio == 1:
         return rms_norm(linear(x, w["wkv"]), w["norm"], eps)
-    both = jnp.concatenate([linear32(x, w[name]) for name in ("wkv", "wgate")], axis=-1)
-    groups = _groups(both, after(p, both, ratio - 1), at.shift, ratio)  # [B, S, r, 2 Dh]
-    kv, gate = jnp.split(groups, 2, axis=-1)
-    pooled = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2).astype(x.dtype)
-    return rms_norm(pooled, w["norm"], eps)
+    both = _project(w, x)
+    both = jnp.concatenate([both, after(p, both, ratio - 1)], axis=1)
+    return _pool(w, both, at.shift, ratio, eps, x.dtype)
 
 
-def _groups(
-    x: Float[Array, "B T Dh"], tail: Float[Array, "B R Dh"], shift: Int[Array, "B S"], ratio: int
-) -> Float[Array, "B S r Dh"]:
-    """The tokens of each slot; `tail` are the tokens behind x. A group may start at any token of a slot's place."""
-    b, _, width = x.shape
+def go_on(
+    w: Weights, x: Float[Array, "B T D"], tail: Float[Array, "B R Dkg"], at: Slots, ratio: int, eps: float
+) -> tuple[Float[Array, "B S Dh"], Float[Array, "B T2 Dkg"]]:
+    """`compress` for tokens behind others, with slots as `following` lays them out; ratio above 1.
+
+    `tail` holds KV and gate of the ratio - 1 tokens before. The second result is the tail with those of x behind it:
+    behind `count` of these tokens the ratio - 1 entries from `count` on are the next tail.
+    """
+    both = jnp.concatenate([tail, _project(w, x)], axis=1)
+    return _pool(w, both, at.shift, ratio, eps, x.dtype), both
+
+
+def following(start: Int[Array, " B"], count: Int[Array, " B"], length: int, ratio: int) -> Slots:
+    """The slots that `count` of `length` tokens from position `start` on may complete, and what each of them sees.
+
+    Slot numbers are those of the whole sequence: `positions` from start // ratio on, and `base` 0. `shift` counts from
+    the first token of a tail of ratio - 1 tokens.
+    """
+    s = -(-length // ratio)
+    number = (start // ratio)[:, None] + jnp.arange(s, dtype=jnp.int32)[None]
+    at = jnp.arange(length, dtype=jnp.int32)[None]
+    return Slots(
+        segments=((number + 1) * ratio <= (start + count)[:, None]).astype(jnp.int32),
+        positions=number,
+        shift=jnp.broadcast_to((ratio - 1 - start % ratio)[:, None], number.shape),
+        base=jnp.zeros((start.shape[0], length), jnp.int32),
+        visible=jnp.where(at < count[:, None], (start[:, None] + at + 1) // ratio, 0),
+    )
+
+
+def _project(w: Weights, x: Float[Array, "B T D"]) -> Float[Array, "B T Dkg"]:
+    """KV and gate of each token, float32."""
+    return jnp.concatenate([linear32(x, w[name]) for name in ("wkv", "wgate")], axis=-1)
+
+
+def _pool(
+    w: Weights, both: Float[Array, "B T2 Dkg"], shift: Int[Array, "B S"], ratio: int, eps: float, dtype: Any
+) -> Float[Array, "B S Dh"]:
+    """The latent of each slot from KV and gate of its tokens."""
+    kv, gate = jnp.split(_groups(both, shift, ratio), 2, axis=-1)  # [B, S, r, Dh]
+    return rms_norm(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2).astype(dtype), w["norm"], eps)
+
+
+def _groups(x: Float[Array, "B T Dh"], shift: Int[Array, "B S"], ratio: int) -> Float[Array, "B S r Dh"]:
+    """The tokens of each slot. A group may start at any token of a slot's place; what is missing behind x is 0."""
+    b, t, width = x.shape
     s = shift.shape[1]
-    x = jnp.concatenate([x, tail], axis=1)
+    x = jnp.pad(x, ((0, 0), (0, max(s * ratio + ratio - 1 - t, 0)), (0, 0)))
     out = x[:, : s * ratio].reshape(b, s, ratio, width)
     for k in range(1, ratio):
         moved = x[:, k : k + s * ratio].reshape(b, s, ratio, width)

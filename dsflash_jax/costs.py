@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from dsflash_jax import inventory, model, quant
+from dsflash_jax import inventory, layers, quant
 from dsflash_jax.config import Config, need
 from dsflash_jax.inventory import Item
 from dsflash_jax.modes import LayerSpec, Mode
@@ -65,7 +65,7 @@ def _reached(cap: int, ratio: int, n: int) -> int:
 @lru_cache(maxsize=64)
 def layer_items(c: Config, spec: LayerSpec) -> tuple[Item, ...]:
     """Inventory of one layer of this kind."""
-    declared = leaves({"layers": {"layer": model.declare_layer(c, spec)}})
+    declared = leaves({"layers": {"layer": layers.declare(c, spec)}})
     return tuple(inventory.item(c, path, weight) for path, weight in declared.items())
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import attention, hyper, model, quant, rope
+from dsflash_jax import attention, hyper, layers, model, quant, rope
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Setup, Stream
 from dsflash_jax.modes import LayerSpec, Mode
@@ -63,7 +63,7 @@ def weights(c: Config) -> dict[str, Any]:
     stages, taps = c.num_nextn_predict_layers, len(c.dspark_target_layer_ids)
     init, d = normal(c.initializer_range), c.hidden_size
     of_stage, spec = stage_config(c), LayerSpec(Mode.WINDOW, ratio=0)
-    out: dict[str, Any] = {str(i): model.declare_layer(of_stage, spec) for i in range(stages)}
+    out: dict[str, Any] = {str(i): layers.declare(of_stage, spec) for i in range(stages)}
     out["0"] |= {"main_proj": Weight((taps * d, d), ("taps", "embed"), init), "main_norm": norm(d, "embed")}
     table = Weight((c.vocab_size, c.dspark_markov_rank), ("vocab", "rank"), init, "sinkhorn")
     features = Weight((d + c.dspark_markov_rank, 1), ("features", "confidence"), init)
@@ -106,6 +106,21 @@ def rings(
     )
 
 
+def main_keys(
+    setup: Setup, w: Weights, taps: Float[Array, "N B T D"], positions: Int[Array, "B T"]
+) -> Float[Array, "Z B T Dh"]:
+    """Every stage's window keys of main positions before they are rounded, for a cache; w is the whole tree."""
+    c, stages = setup.config, _cast(setup, w)
+    m = main_states(stages["0"], taps, c, setup.inputs)
+    angles = rope.angles(rope.frequencies(c, compressed=False), positions)
+    return jnp.stack(
+        [
+            rope.rotate_single(attention.window_kv(stages[str(i)]["attn"], m, c, setup.inputs), angles)
+            for i in range(len(stages))
+        ]
+    )
+
+
 def main_states(
     w: Weights, taps: Float[Array, "N B T D"], c: Config, rounding: Rounding = exact
 ) -> Float[Array, "B T D"]:
@@ -138,7 +153,7 @@ def draft(
         below = stages[str(i)]
         trace: dict[str, Array] | None = None if traces is None else {}
         attend = partial(_attend, of_stage, below["attn"], memory.keys[i], memory.filled, angles)
-        stream, _, _ = model.block(of_stage, below, stream, attend, None, trace)
+        stream, _, _ = layers.block(of_stage, below, stream, attend, None, trace)
         if traces is not None and trace is not None:
             traces.append(trace)
     y = hyper.collapse(stream.x, stream.pre)

@@ -90,7 +90,7 @@ def rows_device(
     """
     tables, sizes, _ = at.primes.shape
     b, t = compressed.shape
-    row = _line(compressed, at, image, history)
+    row = line(compressed, at, image, history)
     hi = lo = jnp.zeros((b, t, tables), jnp.uint32)
     alive = jnp.ones((b, t), bool)
     out = []
@@ -115,10 +115,10 @@ def remember(
     """The last n - 1 compressed ids of each row, oldest first, for the `history` of the tokens that follow; n is the
     longest n-gram. Image tokens and places before the sequence are DEAD, so ids and liveness travel as one array.
     """
-    return _line(compressed, at, image, history)[:, compressed.shape[1] :]
+    return line(compressed, at, image, history)[:, compressed.shape[1] :]
 
 
-def _line(
+def line(
     compressed: Int[Array, "B T"],
     at: Layout,
     image: Bool[Array, "B T"] | None,

@@ -77,6 +77,7 @@ class Ctx:
     engram_rows: Any = None  # int [B, T, tables, N]
     image: Any = None  # bool [B, T]: tokens of image spans; None without images
     key: Any = None  # draws extra slots for the indexer loss
+    cache: Any = None  # cache.Cache that the rows go on from; None where they start
     layer: Any = 0  # int []: depth so far, so that layers of one scan draw differently
 
 
@@ -108,13 +109,17 @@ class LayerOut:
     index_count: Any  # float []
     loads: moe.Loads
     taps: Any = None  # float [N, B, T, D]: mean copy of the input stream of each tapped layer, None if not asked for
+    made: Any = None  # cache.Made, where rows go on from a cache
 
 
-def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE) -> Ctx:
+def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE, cache: Any = None) -> Ctx:
     """Derive `Ctx` from the batch.
 
     Where rows lie on several devices, each sees all their segments and positions, and keeps its part of what follows.
+    Behind a cache a row is one document, which begins there.
     """
+    if cache is not None:
+        return _go_on(c, batch, cache)
     segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
     slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
     slots = jax.tree.map(partial(parallel.own, p), slots)
@@ -132,6 +137,26 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
         n_groups=n_groups,
         engram_rows=batch.engram_rows,
         key=key,
+    )
+
+
+def _go_on(c: Config, batch: Batch, cache: Any) -> Ctx:
+    """`context` of rows behind a cache, right-padded with segment 0."""
+    t, count = batch.tokens.shape[1], jnp.sum(batch.segments > 0, axis=1, dtype=jnp.int32)
+    slots = {r: compressor.following(cache.length, count, t, r) for r in cache.kv}
+    compressed = rope.frequencies(c, compressed=True)
+    return Ctx(
+        segments=batch.segments,
+        angles={
+            "window": rope.angles(rope.frequencies(c, compressed=False), batch.positions),
+            "compressed": rope.angles(compressed, batch.positions),
+        },
+        slots=slots,
+        slot_angles={r: rope.angles(compressed, at.positions * r) for r, at in slots.items()},
+        groups=jnp.where(batch.segments > 0, 0, -1),
+        n_groups=1,
+        engram_rows=batch.engram_rows,
+        cache=cache,
     )
 
 

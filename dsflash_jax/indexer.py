@@ -70,7 +70,7 @@ def scores(
     q: Float[Array, "B T Hi Di"], w: Float[Array, "B T Hi"], keys: Float[Array, "B S Di"]
 ) -> Float[Array, "B T S"]:
     """I_ts = sum_h w_th relu(q_th . k_s), float32, of every pair. `w` holds its factor Di^-0.5 Hi^-0.5 already."""
-    return jax.vmap(_scores)(q, w, keys)
+    return jax.vmap(scores_of)(q, w, keys)
 
 
 def select(
@@ -153,8 +153,8 @@ def loss(
     return jnp.sum(jax.vmap(row)(q, w, keys, kv, attention)), jnp.sum(visible > 1, dtype=jnp.float32)
 
 
-def _scores(q: Array, w: Array, keys: Array) -> Array:
-    """I [t, s] for keys common to the queries, [s, d], or gathered for each, [t, s, d].
+def scores_of(q: Array, w: Array, keys: Array) -> Array:
+    """I [t, s] of one row, for keys common to the queries, [s, d], or gathered for each, [t, s, d].
 
     The weighted sum over heads is not a matrix product: a TPU or GPU would round its float32 operands.
     """
@@ -187,7 +187,7 @@ def _select(
     def step(x: tuple[Any, ...]) -> tuple[Array, Array | None]:
         q, w, base, visible, candidates = x
         with jax.named_scope("index_scores"):
-            score = jnp.moveaxis(jax.lax.map(lambda tile: _scores(q, w, tile), tiles), 0, 1)  # [t, tiles, key_chunk]
+            score = jnp.moveaxis(jax.lax.map(lambda tile: scores_of(q, w, tile), tiles), 0, 1)  # [t, tiles, key_chunk]
             # Masks need no score, so XLA would make those of all chunks before the loop: T x S of them.
             score, base, visible = jax.lax.optimization_barrier((score, base, visible))
             score = jnp.where(_seen(base, visible, slots), score.reshape(size, -1)[:, :slots], -jnp.inf)
@@ -283,7 +283,7 @@ def _new(topk: Array, draws: Array) -> Array:
 
 def _student(q: Array, w: Array, keys: Array, target: Target) -> Array:
     """Sum of KL(p || softmax(I)) over the queries of one chunk."""
-    log_q = jax.nn.log_softmax(jnp.where(target.mask, _scores(q, w, keys), LOWEST), axis=-1)
+    log_q = jax.nn.log_softmax(jnp.where(target.mask, scores_of(q, w, keys), LOWEST), axis=-1)
     difference = jnp.where(target.mask, target.log_p - log_q, 0.0)
     return jnp.sum(jnp.exp(target.log_p) * difference)
 

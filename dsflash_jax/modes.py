@@ -222,6 +222,13 @@ def name(node: Node) -> str:
     return f"layer{node.first}"
 
 
+def moved(node: Node, by: int) -> Node:
+    """The same layers under higher layer ids, and so other names."""
+    if isinstance(node, LayerSpec):
+        return replace(node, first=node.first + by)
+    return replace(node, body=tuple(moved(one, by) for one in node.body))
+
+
 def places(nodes: Sequence[Node]) -> tuple[Place, ...]:
     """For each layer in order, where its weights are in the tree of the plan."""
     out: list[Place] = []

@@ -1,0 +1,312 @@
+"""Prefill and decode: pieces of tokens behind a cache, whole prompts in chunks, and the decoder's bounded replay.
+
+`extend` is the one road; a chunk of a prompt, a decoded token and a block of drafts are pieces of other sizes.
+Source: architecture sections 13 and 14. B rows, T tokens of a piece, right-padded to one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dsflash_jax import cache as caches
+from dsflash_jax import costs, draft, engram, layers, model, modes
+from dsflash_jax.cache import Cache, Made
+from dsflash_jax.config import Config
+from dsflash_jax.flow import Batch, Setup, Shared, Stream
+from dsflash_jax.params import Weights
+from dsflash_jax.sharding import Layout
+from dsflash_jax.vision import Images
+
+Prefill = Literal["full", "replay"]
+LEAST = 256  # tokens that a cache has room for, at least: what is smaller is compiled as often and saves nothing
+
+
+def piece(
+    c: Config, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], classes: np.ndarray | None
+) -> Batch:
+    """The batch of a piece: `count` tokens of each row from the cache's position on, and the n-gram rows they read.
+
+    `classes` [V] maps token ids to those that n-grams are hashed over; None where they are the same.
+    """
+    at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = cache.length[:, None] + at
+    rows = None
+    if c.engram_layer_ids:
+        line = (_classes(tokens, classes), positions, engram.layout(c), _pad_class(c, classes))
+        rows = engram.rows_device(*line, _image(c, tokens), cache.history)
+    return Batch(tokens, (at < count[:, None]).astype(jnp.int32), positions, engram_rows=rows)
+
+
+def extend(
+    setup: Setup,
+    w: Weights,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    *,
+    classes: np.ndarray | None = None,
+    images: Images | None = None,
+    traces: list[dict[str, Array]] | None = None,
+) -> tuple[Float[Array, "B T D"], Made]:
+    """The hidden states that the head reads of a piece, and what it made. The cache itself stays as it is.
+
+    The first `count` tokens of each row are real. Images have their whole span in the piece. To keep the first n tokens
+    of each row: `append(cache, made, n)`.
+    """
+    batch = replace(piece(setup.config, cache, tokens, count, classes), images=images)
+    y, out = model.forward(setup, w, batch, traces=traces, held=cache)
+    made = _with_history(setup.config, cache, out.made, tokens, classes)
+    return y, _with_draft(setup, w, cache, made, out.taps, batch.positions, count)
+
+
+def append(cache: Cache, made: Made, count: Int[Array, " B"]) -> Cache:
+    """Keep what the first `count` tokens of each row made, and move on behind them."""
+    return caches.advance(caches.commit(cache, made, count), count)
+
+
+@struct.dataclass
+class End:
+    """What `replay` needs of each row's last W tokens, the newest last."""
+
+    stream: Stream  # before the boundary layer
+    tokens: Any  # int [B, W]
+    total: Any  # int [B]: tokens of the prompt that went by
+
+
+def no_end(setup: Setup, rows: int) -> End:
+    """`End` of a prompt that has not begun."""
+    c, shape = setup.config, (rows, setup.config.sliding_window)
+    x = jnp.zeros((*shape, c.hc_mult, c.hidden_size), jnp.dtype(setup.compute.dtype))
+    stream = Stream(x, jnp.zeros((*shape, c.hc_mult), jnp.float32))
+    return End(stream, jnp.zeros(shape, jnp.int32), jnp.zeros((rows,), jnp.int32))
+
+
+def encode(
+    setup: Setup,
+    w: Weights,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    end: End,
+    *,
+    classes: np.ndarray | None = None,
+    images: Images | None = None,
+) -> tuple[Cache, End]:
+    """A chunk of a prompt through the layers below the boundary, which makes its KV of every token.
+
+    All that is kept of the chunk is in the cache, but for the last tokens' stream, which `replay` goes on with.
+    """
+    c, last, size = setup.config, boundary(setup.config), setup.config.sliding_window
+    batch = replace(piece(c, cache, tokens, count, classes), images=images)
+    w, ctx, stream = model.enter(setup, w, batch, held=cache)
+    plan = modes.plan(c.table)
+    nodes, below = model.between(plan, w["layers"], 0, last)
+    stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
+    (node,), own = model.between(plan, w["layers"], last, last + 1)
+    assert isinstance(node, modes.LayerSpec)
+    source = layers.kv_only(setup, node, own[modes.name(node)], stream, replace(ctx, layer=last))
+    made = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out.made, source)
+    made = _with_history(c, cache, made, tokens, classes)
+    joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (end.stream, end.tokens), (stream, tokens))
+    kept = jax.tree.map(lambda a: caches.recent(a, size + count, size), joined)
+    return append(cache, made, count), End(kept[0], kept[1], end.total + count)
+
+
+def replay(setup: Setup, w: Weights, cache: Cache, end: End) -> tuple[Cache, Float[Array, "B T D"]]:
+    """The boundary layer and those above it on the last W tokens of a prompt; their hidden states, the first one first.
+
+    Of a prompt of more than W tokens windows begin at the first of these: approximate, and the report's definition.
+    A prompt of up to W tokens is whole, and sees what the rings hold before it.
+    """
+    c, last, size = setup.config, boundary(setup.config), setup.config.sliding_window
+    count = jnp.minimum(end.total, size)
+    start = cache.length - count
+    origin = jnp.where(end.total > size, jnp.maximum(start, cache.origin), cache.origin)
+    view = replace(cache, length=start, origin=origin)
+    first = lambda a: jax.vmap(partial(jnp.roll, axis=0))(a, count - size)  # noqa: E731
+    stream, tokens = jax.tree.map(first, (end.stream, end.tokens))
+    batch = piece(replace(c, engram_layer_ids=(), engram_num_embeddings=()), view, tokens, count, None)
+    w, ctx, _ = model.enter(setup, w, batch, held=view)
+    nodes, below = model.between(modes.plan(c.table), w["layers"], last, c.num_hidden_layers)
+    ctx = replace(ctx, layer=last, image=_image(c, tokens))
+    stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
+    made = replace(out.made, kv={}, index={}, tails={})  # `encode` made them of all tokens
+    made = _with_draft(setup, w, view, made, out.taps, batch.positions, count)
+    view = caches.commit(view, made, count, range(last, c.num_hidden_layers), c.table)
+    return replace(view, length=cache.length, origin=cache.origin), model.leave(setup, w, stream)
+
+
+def boundary(c: Config) -> int:
+    """The layer from which on only a prompt's end runs. Raises ValueError where the decoder cannot be left out."""
+    last = costs.boundary(c)
+    if last is None or any(i < last for i in c.dspark_target_layer_ids):
+        raise ValueError(
+            "replay needs a KV source with no n-gram memory at or above the last one, no candidate source below it and "
+            "no layer that feeds the draft head below it; use the full prefill"
+        )
+    return last
+
+
+def newest(y: Float[Array, "B T D"], count: Int[Array, " B"]) -> Float[Array, "B D"]:
+    """The hidden state of each row's last real token; of a row without any, some token's."""
+    return jax.vmap(lambda row, n: row[jnp.maximum(n - 1, 0)])(y, count)
+
+
+class Decoder:
+    """A model that decodes: weights in the compute dtype, compiled pieces, caches with room for what comes.
+
+    What it returns are values; it keeps none of the caches it makes. Each capacity and each size of a piece is compiled
+    once. A cache that is handed in is used up.
+    """
+
+    def __init__(
+        self, setup: Setup, w: Weights, classes: np.ndarray | None = None, *, packed: bool = True, chunk: int = 512
+    ) -> None:
+        """`classes` as in `piece`; `chunk` tokens of a prompt run at once; `packed` as in `cache.forms`."""
+        c = setup.config
+        if chunk < 1:
+            raise ValueError(f"a chunk of a prompt has at least 1 token, got {chunk}")
+        if classes is not None and len(classes) < c.vocab_size:
+            raise ValueError(f"classes has {len(classes)} entries for a vocabulary of {c.vocab_size}")
+        self.drafts = c.num_nextn_predict_layers > 0 and "mtp" in w
+        how = replace(setup.compute, remat="none")
+        self.setup = replace(setup, compute=how, objective=None, layout=Layout(), taps=self.drafts)
+        dtype = jnp.dtype(how.dtype)
+        self.w = dict(w) | model.cast(model.declare(c), w, dtype)
+        if self.drafts:
+            self.w |= model.cast(draft.declare(c), w, dtype)
+        self.classes, self.packed, self.chunk = classes, packed, chunk
+        jit = partial(jax.jit, donate_argnames="cache")
+        self._extend, self._encode, self._replay = jit(self._run_extend), jit(self._run_encode), jit(self._run_replay)
+        self._step = jit(self._run_step)
+        self.grow = jax.jit(caches.grow, static_argnames="capacity", donate_argnames="cache")
+
+    def begin(self, rows: int, tokens: int) -> Cache:
+        """An empty cache with room for `tokens` a row."""
+        return caches.empty(self.setup, rows, self.capacity(tokens), self.packed)
+
+    def capacity(self, tokens: int) -> int:
+        """Room that a cache for so many tokens has: a power of two. Raises ValueError for more than the model reads."""
+        limit = self.setup.config.max_position_embeddings
+        if tokens > limit:
+            raise ValueError(f"{tokens} tokens, prompt and continuation, exceed max_position_embeddings={limit}")
+        return max(LEAST, 1 << (tokens - 1).bit_length())
+
+    def room(self, cache: Cache, tokens: int) -> Cache:
+        """The cache with room for `tokens` a row, itself if it has it."""
+        capacity = self.capacity(tokens)
+        return cache if capacity <= cache.capacity else self.grow(cache, capacity=capacity)
+
+    def check(self, prompt: Int[np.ndarray, " P"]) -> None:
+        """Raise ValueError for a prompt that the model cannot read."""
+        size, given = self.setup.config.vocab_size, np.asarray(prompt)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise ValueError(f"a prompt is a list of ids, got {given.dtype} of shape {list(given.shape)}")
+        if len(given) == 0:
+            raise ValueError("the prompt is empty: give at least one id, for example the beginning-of-sequence id")
+        if given.min() < 0 or given.max() >= size:
+            raise ValueError(f"prompt ids must lie in 0..{size - 1}, got {given.min()}..{given.max()}")
+
+    def prefill(
+        self,
+        cache: Cache,
+        prompts: Sequence[Int[np.ndarray, " P"]],
+        *,
+        how: Prefill = "full",
+        images: Images | None = None,
+    ) -> tuple[Cache, Float[Array, "B D"]]:
+        """Append a prompt to each row, in chunks; the hidden state behind each prompt's last token, for `logits`.
+
+        "full" runs every layer on every token. "replay" runs the upper half on the last W tokens alone, about half the
+        work: exact for prompts of up to W tokens, approximate beyond. Images need the whole prompt in one chunk, which
+        it then is. Raises ValueError for bad ids, another number of prompts than rows, or a model without "replay".
+        """
+        rows = cache.length.shape[0]
+        if len(prompts) != rows:
+            raise ValueError(f"{len(prompts)} prompts for a cache of {rows} rows")
+        for prompt in prompts:
+            self.check(prompt)
+        if how not in ("full", "replay"):
+            raise ValueError(f"prefill is 'full' or 'replay', got {how!r}")
+        longest = max(map(len, prompts))
+        size = 1 << (longest - 1).bit_length()
+        size = size if images is not None else min(size, self.chunk)
+        cache = self.room(cache, longest + int(np.max(cache.length)))
+        tokens = np.zeros((rows, -(-longest // size) * size), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        end = no_end(self.setup, rows) if how == "replay" else None
+        last = jnp.zeros((rows, self.setup.config.hidden_size), jnp.dtype(self.setup.compute.dtype))
+        for start in range(0, longest, size):
+            now, count = tokens[:, start : start + size], np.clip(lengths - start, 0, size).astype(np.int32)
+            if end is None:
+                cache, last = self._extend(self.w, cache, now, count, last, images)
+            else:
+                cache, end = self._encode(self.w, cache, now, count, end, images)
+        return (cache, last) if end is None else self._replay(self.w, cache, end)
+
+    def step(self, cache: Cache, tokens: Int[Array, " B"], count: Int[Array, " B"]) -> tuple[Cache, Array]:
+        """Append one token to the rows whose `count` is 1, not 0; float32 logits [B, V] behind it."""
+        return self._step(self.w, cache, tokens, count)
+
+    def logits(self, y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """What the head makes of hidden states, float32."""
+        return model.logits(self.w["head"], y)
+
+    def _run_extend(
+        self, w: Weights, cache: Cache, tokens: Array, count: Array, last: Array, images: Any
+    ) -> tuple[Cache, Array]:
+        y, made = extend(self.setup, w, cache, tokens, count, classes=self.classes, images=images)
+        return append(cache, made, count), jnp.where((count > 0)[:, None], newest(y, count), last)
+
+    def _run_step(self, w: Weights, cache: Cache, tokens: Array, count: Array) -> tuple[Cache, Array]:
+        y, made = extend(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
+        return append(cache, made, count), model.logits(w["head"], y[:, 0])
+
+    def _run_encode(
+        self, w: Weights, cache: Cache, tokens: Array, count: Array, end: End, images: Any
+    ) -> tuple[Cache, End]:
+        return encode(self.setup, w, cache, tokens, count, end, classes=self.classes, images=images)
+
+    def _run_replay(self, w: Weights, cache: Cache, end: End) -> tuple[Cache, Array]:
+        cache, y = replay(self.setup, w, cache, end)
+        return cache, newest(y, jnp.minimum(end.total, self.setup.config.sliding_window))
+
+
+def _classes(tokens: Array, classes: np.ndarray | None) -> Array:
+    return tokens if classes is None else jnp.asarray(classes, jnp.int32)[tokens]
+
+
+def _pad_class(c: Config, classes: np.ndarray | None) -> int:
+    return c.engram_pad_token_id if classes is None else int(classes[c.engram_pad_token_id])
+
+
+def _image(c: Config, tokens: Array) -> Array | None:
+    return None if c.vision is None else tokens == c.image_token_id
+
+
+def _with_history(c: Config, cache: Cache, made: Made, tokens: Array, classes: np.ndarray | None) -> Made:
+    if not c.engram_layer_ids:
+        return made
+    line = engram.line(_classes(tokens, classes), engram.layout(c), _image(c, tokens), cache.history)
+    return replace(made, line=line)
+
+
+def _with_draft(setup: Setup, w: Weights, cache: Cache, made: Made, taps: Any, positions: Array, count: Array) -> Made:
+    """With the draft stages' ring entries of the piece's last W tokens."""
+    if cache.draft is None:
+        return made
+    if positions.shape[1] > cache.ring:
+        positions = caches.recent(positions, count, cache.ring)
+        taps = jax.vmap(lambda a: caches.recent(a, count, cache.ring))(taps)
+    return replace(made, draft=cache.forms.window.pack(draft.main_keys(setup, w, taps, positions)))
