@@ -237,7 +237,7 @@ def _logits(q: Array, keys: Array, mask: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    sizes: Sizes, q: Array, near: Array, kv: Array | None, topk: Array | None, sink: Array, near_segments: Array
+    sizes: Sizes, q: Array, near: Array, kv: Array | Rows | None, topk: Array | None, sink: Array, near_segments: Array
 ) -> tuple[Array, Array]:
     """`attend` of one row; `near` and its segments start window - 1 tokens before the first query."""
     near, near_segments = _filled(near, *sizes), _filled(near_segments, *sizes)

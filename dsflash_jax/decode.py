@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from dsflash_jax.params import Weights
 from dsflash_jax.sharding import Layout
 from dsflash_jax.vision import Images
 
-Prefill = Literal["full", "replay"]
+PREFILLS = ("full", "replay")
 LEAST = 256  # tokens that a cache has room for, at least: what is smaller is compiled as often and saves nothing
 
 
@@ -206,7 +206,7 @@ class Decoder:
         capacity = self.capacity(tokens)
         return cache if capacity <= cache.capacity else self.grow(cache, capacity=capacity)
 
-    def check(self, prompt: Int[np.ndarray, " P"]) -> None:
+    def check(self, prompt: np.ndarray) -> None:
         """Raise ValueError for a prompt that the model cannot read."""
         size, given = self.setup.config.vocab_size, np.asarray(prompt)
         if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -219,9 +219,9 @@ class Decoder:
     def prefill(
         self,
         cache: Cache,
-        prompts: Sequence[Int[np.ndarray, " P"]],
+        prompts: Sequence[np.ndarray],
         *,
-        how: Prefill = "full",
+        how: str = "full",
         images: Images | None = None,
     ) -> tuple[Cache, Float[Array, "B D"]]:
         """Append a prompt to each row, in chunks; the hidden state behind each prompt's last token, for `logits`.
@@ -235,7 +235,7 @@ class Decoder:
             raise ValueError(f"{len(prompts)} prompts for a cache of {rows} rows")
         for prompt in prompts:
             self.check(prompt)
-        if how not in ("full", "replay"):
+        if how not in PREFILLS:
             raise ValueError(f"prefill is 'full' or 'replay', got {how!r}")
         longest = max(map(len, prompts))
         size = 1 << (longest - 1).bit_length()
@@ -255,8 +255,8 @@ class Decoder:
                 cache, end = self._encode(self.w, cache, now, count, end, images)
         return (cache, last) if end is None else self._replay(self.w, cache, end)
 
-    def step(self, cache: Cache, tokens: Int[Array, " B"], count: Int[Array, " B"]) -> tuple[Cache, Array]:
-        """Append one token to the rows whose `count` is 1, not 0; float32 logits [B, V] behind it."""
+    def step(self, cache: Cache, tokens: Any, count: Any) -> tuple[Cache, Array]:
+        """Append one of `tokens` [B] to each row whose `count` [B] is 1, not 0; float32 logits [B, V] behind it."""
         return self._step(self.w, cache, tokens, count)
 
     def logits(self, y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:

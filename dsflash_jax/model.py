@@ -220,16 +220,25 @@ def _copies(node: Repeat, w: Weights, low: int, high: int) -> list[tuple[Node, A
         """Add what lies in the range of one copy."""
         own = jax.tree.map(lambda a: a[copy], w)
         inner, below = between(node.body, own, max(low - copy * depth, 0), min(high - copy * depth, depth))
-        parts.extend((modes.moved(one, copy * depth), below[modes.name(one)]) for one in inner)
+        parts.extend(_moved(one, below[modes.name(one)], copy * depth) for one in inner)
 
     if low < first * depth:
         cut(first - 1)
     if first < last:
-        whole = Repeat(last - first, node.body)
-        parts.append((modes.moved(whole, first * depth), jax.tree.map(lambda a: a[first:last], w)))
+        whole = jax.tree.map(lambda a: a[first:last], w)
+        parts.append(_moved(Repeat(last - first, node.body), whole, first * depth))
     if last >= first and high > last * depth:
         cut(last)
     return parts
+
+
+def _moved(node: Node, w: Weights, by: int) -> tuple[Node, Weights]:
+    """A node and its weights under higher layer ids."""
+    new = modes.moved(node, by)
+    if isinstance(node, Repeat) and isinstance(new, Repeat):
+        pairs = zip(node.body, new.body, strict=True)
+        w = {modes.name(to): _moved(one, w[modes.name(one)], by)[1] for one, to in pairs}
+    return new, w
 
 
 def logits(head: Float[Array, "V D"], y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
