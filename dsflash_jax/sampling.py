@@ -24,9 +24,6 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 # draws a draft, the one that accepts it, and the one that draws what replaces a rejected one.
 PLAIN, DRAFT, ACCEPT, RESIDUAL = range(4)
 
-# A temperature below the least normal number is greedy: devices may round such a number to 0, and divide by it.
-LEAST = float(np.finfo(np.float32).tiny)
-
 
 @struct.dataclass
 class Settings:
@@ -96,7 +93,7 @@ def distribution(logits: Float[Array, "B *J V"], settings: Settings) -> Float[Ar
     of_row = lambda a: a.reshape(-1, *[1] * (logits.ndim - 1))  # noqa: E731
     logits = logits.astype(jnp.float32)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    greedy = of_row(settings.temperature) < LEAST
+    greedy = of_row(settings.temperature) <= 0
     # The largest becomes 0 before the division: nothing overflows at a low temperature.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, of_row(settings.temperature))
     kept = jax.lax.cond(
@@ -119,7 +116,8 @@ def _likely(
     within = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
     mass = jnp.cumsum(jnp.exp(-falling), axis=-1)
     last = jnp.broadcast_to(within - 1, (*mass.shape[:-1], 1))
-    short = (mass < top_p * jnp.take_along_axis(mass, last, axis=-1)) & (ids < last)  # ids count the ranks here
+    # Ids count the ranks here; sums added in parallel need not rise, so the rank is compared, too.
+    short = (mass < top_p * jnp.take_along_axis(mass, last, axis=-1)) & (ids < last)
     count = jnp.where(top_p < 1, 1 + short.sum(axis=-1, keepdims=True, dtype=jnp.int32), within)
     least, final = (jnp.take_along_axis(a, count - 1, axis=-1) for a in (-falling, order))
     return (scaled > least) | ((scaled == least) & (ids <= final))
