@@ -10,6 +10,7 @@ Source: architecture section 11. B is any number of rows, J the positions of a b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from dsflash_jax.modes import LayerSpec, Mode
 from dsflash_jax.ops import Rounding, exact, linear, linear32, rms_norm
 from dsflash_jax.params import Weight, Weights, norm, normal
 from dsflash_jax.rope import Angles
+
+Choose = Callable[[Array, Array], Array]  # logits [B, V] of draft i of a block and i, a traced int32, to tokens [B]
 
 
 @struct.dataclass
@@ -136,11 +139,17 @@ def _keys(setup: Setup, w: Weights, u: Array, at: Angles) -> Array:
 
 
 def draft(
-    setup: Setup, w: Weights, token: Int[Array, " B"], memory: Rings, traces: list[dict[str, Array]] | None = None
+    setup: Setup,
+    w: Weights,
+    token: Int[Array, " B"],
+    memory: Rings,
+    traces: list[dict[str, Array]] | None = None,
+    choose: Choose | None = None,
 ) -> Draft:
-    """Draft the tokens behind `token`, which stands one position behind the rings' newest; the likeliest each time.
+    """Draft the tokens behind `token`, which stands one position behind the rings' newest.
 
     w is the whole tree, embedding, head and "mtp". `traces` takes one dictionary of intermediate arrays a stage.
+    `choose` takes each token from its logits, and those of the next one follow from it; without, it is the likeliest.
     """
     c, size = setup.config, setup.config.dspark_block_size
     stages, dtype = _cast(setup, w), jnp.dtype(setup.compute.dtype)
@@ -159,7 +168,7 @@ def draft(
     y = hyper.collapse(stream.x, stream.pre)
     last = stages[str(len(stages) - 1)]
     base = model.logits(w["head"], rms_norm(y, last["norm"], c.rms_norm_eps))
-    return _chain(last, token, y, base)
+    return _chain(last, token, y, base, choose)
 
 
 def _attend(
@@ -175,21 +184,24 @@ def _attend(
     return attention.output(w, rope.rotate(o, at, inverse=True), inputs), None
 
 
-def _chain(w: Weights, token: Int[Array, " B"], y: Float[Array, "B J D"], base: Float[Array, "B J V"]) -> Draft:
-    """Choose the drafts in order: logits_i = base_i + E[t_i] H^T, t_{i+1} = their largest; confidence from y_i, E[t_i].
+def _chain(
+    w: Weights, token: Int[Array, " B"], y: Float[Array, "B J D"], base: Float[Array, "B J V"], choose: Choose | None
+) -> Draft:
+    """Choose the drafts in order: logits_i = base_i + E[t_i] H^T, t_{i+1} from these; confidence from y_i, E[t_i].
 
     E and H are the bigram head. y is the folded stream before the norm; both heads compute in float32.
     """
 
-    def step(token: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
-        y, base = at
+    def step(token: Array, at: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
+        y, base, i = at
         read = w["markov_head"]["embed"][token].astype(y.dtype)
         logits = base + model.logits(w["markov_head"]["head"], read)
         confidence = linear32(jnp.concatenate([y, read], axis=-1), w["confidence_head"]["proj"])[:, 0]
-        chosen = jnp.argmax(logits, axis=-1).astype(token.dtype)
+        chosen = (jnp.argmax(logits, axis=-1) if choose is None else choose(logits, i)).astype(token.dtype)
         return chosen, (chosen, logits, confidence)
 
-    _, made = jax.lax.scan(step, token, (jnp.moveaxis(y, 1, 0), jnp.moveaxis(base, 1, 0)))
+    steps = jnp.arange(y.shape[1], dtype=jnp.int32)
+    _, made = jax.lax.scan(step, token, (jnp.moveaxis(y, 1, 0), jnp.moveaxis(base, 1, 0), steps))
     chosen, logits, confidence = (jnp.moveaxis(a, 0, 1) for a in made)
     return Draft(jnp.concatenate([token[:, None], chosen], axis=1), logits, confidence)
 
