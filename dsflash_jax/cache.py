@@ -25,6 +25,8 @@ from dsflash_jax.config import Config
 from dsflash_jax.flow import Setup
 from dsflash_jax.modes import LayerSpec, Mode
 
+SHORT = 32  # tokens of a piece up to which any number of them may be committed, however short the window is
+
 Entry = Any  # stored vectors: quant.Packed, or numbers [..., width]
 
 
@@ -115,15 +117,15 @@ class Source:
 class Made:
     """What a piece of T tokens made in n layers, among them m sources of a ratio.
 
-    Of more than W tokens the window has the last W, and a tail what is pending at the piece's end.
+    Of a long piece (`Cache.short`) rings get the last W tokens, and a tail has what is pending at the piece's end.
     """
 
-    window: Entry  # [n, B, min(T, W), ...]
+    window: Entry  # [n, B, T or W, ...]
     kv: dict[int, Entry]  # by ratio [m, B, S', ...]
     index: dict[int, Entry]  # by ratio [m, B, S', ...]
     tails: dict[int, Any]  # by ratio above 1, float32 [m, B, T + ratio - 1, 2 Dh], or ratio - 1 of them
     line: Any = None  # int32 [B, n - 1 + T]: class ids before the piece and in it; None without n-gram memory
-    draft: Entry = None  # [Z, B, min(T, W), ...]: what the draft stages keep; None without a draft head
+    draft: Entry = None  # [Z, B, T or W, ...]: what the draft stages keep; None without a draft head
 
 
 class Slots(NamedTuple):
@@ -156,6 +158,10 @@ class Cache:
         """Places of a ring, W."""
         return jax.tree.leaves(self.window)[0].shape[2]
 
+    def short(self, tokens: int) -> bool:
+        """Whether a piece of so many tokens is kept whole until it is known how many are committed."""
+        return tokens <= max(self.ring, SHORT)
+
     def past(self, layer: Any) -> tuple[Float[Array, "B W1 Dh"], Int[Array, "B W1"]]:
         """A layer's window KV of the W - 1 tokens before the next, oldest first, and 1 where there is such a token."""
         positions = self.length[:, None] + jnp.arange(1 - self.ring, 0, dtype=jnp.int32)[None]
@@ -180,7 +186,7 @@ class Cache:
         """What one layer made: its window entries [B, T, ...] and, of a source, its slots. `new` counts a piece's slots
         of each ratio; `count` its tokens."""
         b, t = jax.tree.leaves(window)[0].shape[:2]
-        short, one = t <= self.ring, lambda a: a[None]
+        short, one = self.short(t), lambda a: a[None]
         if not short:
             window = jax.tree.map(lambda a: recent(a, count, self.ring), window)
         none = lambda form: {r: form.zeros(0, b, n) for r, n in new.items()}  # noqa: E731
@@ -272,14 +278,15 @@ def commit(
     """Append what the first `count` tokens of a piece made in all layers, or in `layers` of a table.
 
     Rings get them at their places, slots that are complete and not yet stored theirs, tails the pending tokens. The
-    position stays: `advance` moves it, when all layers have run. Of a piece of more than W tokens all or no
-    token of a row count, as `Made` has only its end.
+    position stays: `advance` moves it, when all layers have run. Of a long piece, of which `Made` has only the end,
+    all real tokens count or none.
     """
     start, end = cache.length, cache.length + count
     kept = jax.tree.leaves(made.window)[0].shape[2]
     first = jnp.maximum(end - kept, start) if kept == cache.ring else start
     positions = first[:, None] + jnp.arange(kept, dtype=jnp.int32)[None]
-    place = jnp.where(positions < end[:, None], positions % cache.ring, cache.ring)
+    last = (positions < end[:, None]) & (positions >= end[:, None] - cache.ring)
+    place = jnp.where(last, positions % cache.ring, cache.ring)
     low = 0 if layers is None else layers.start
     window = _put(cache.window, made.window, place, low)
     kv, index, tails = dict(cache.kv), dict(cache.index), dict(cache.tails)

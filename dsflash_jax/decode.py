@@ -306,7 +306,7 @@ def _with_draft(setup: Setup, w: Weights, cache: Cache, made: Made, taps: Any, p
     """With the draft stages' ring entries of the piece's last W tokens."""
     if cache.draft is None:
         return made
-    if positions.shape[1] > cache.ring:
+    if not cache.short(positions.shape[1]):
         positions = caches.recent(positions, count, cache.ring)
         taps = jax.vmap(lambda a: caches.recent(a, count, cache.ring))(taps)
     return replace(made, draft=cache.forms.window.pack(draft.main_keys(setup, w, taps, positions)))
