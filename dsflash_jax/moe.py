@@ -143,20 +143,28 @@ def blocked_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Arr
     """`ragged_dot` as one batched product over blocks of rows, each run padded to whole blocks.
 
     Platforms without a ragged kernel multiply every row by every expert; this costs at most E extra blocks, and the
-    copies of the experts' matrices, one a block.
+    copies of the experts' matrices, one a block. Rows so few that a block is one of them need no padding: every row is
+    a block, and only the matrices that rows name are copied.
     """
     rows, experts = x.shape[0], sizes.shape[0]
     block = min(BLOCK_ROWS, max(rows // experts, 1))
+    expert = jnp.repeat(jnp.arange(experts), sizes, total_repeat_length=rows)
+    if block == 1:
+        return _batched(x[:, None], w[expert])[:, 0]
     blocks = rows // block + experts
     ends = jnp.cumsum(-(-sizes // block))  # in blocks
     owner = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
     owner = jnp.minimum(owner, experts - 1)
-    expert = jnp.repeat(jnp.arange(experts), sizes, total_repeat_length=rows)
     starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]]) * block - (jnp.cumsum(sizes) - sizes)
     place = jnp.arange(rows) + starts[expert]
     padded = jnp.zeros((blocks * block, x.shape[1]), x.dtype).at[place].set(x, unique_indices=True)
-    out = jnp.einsum("bri,bio->bro", padded.reshape(blocks, block, -1), w[owner], preferred_element_type=jnp.float32)
+    out = _batched(padded.reshape(blocks, block, -1), w[owner])
     return out.reshape(blocks * block, -1).at[place].get(unique_indices=True)
+
+
+def _batched(x: Float[Array, "N R I"], w: Float[Array, "N I O"]) -> Float[Array, "N R O"]:
+    """Blocks of rows, each times its own matrix; float32 result."""
+    return jnp.einsum("nri,nio->nro", x, w, preferred_element_type=jnp.float32)
 
 
 def dense_dot(x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, " E"]) -> Float[Array, "R O"]:

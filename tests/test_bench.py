@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_main import ENGRAM
-from tiny_run import tiny, write_corpus
+from tiny_run import ENGRAM, tiny, write_corpus
 
 from dsflash_jax import cli
 from train import bench, main, placement

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import find_spec
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_run import FINAL, PEAK, STEPS, WARMUP, arguments, tiny, write_corpus
+from tiny_run import ENGRAM, FINAL, PEAK, STEPS, WARMUP, arguments, child, tiny, write_corpus
 
 from dsflash_jax import cli
 from train import data, main, metrics, placement
@@ -185,15 +181,6 @@ def test_a_second_ctrl_c_interrupts_at_once(corpus: Path, tmp_path: Path, monkey
     assert steps_kept(tmp_path / "run") == []
 
 
-def child(python: list[str], *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Another process that shares the compiled programs of this one."""
-    programs = jax.config.jax_compilation_cache_dir
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": programs, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, *python, *command], env=environment | variables, capture_output=True, text=True
-    )
-
-
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 def kill(event, arguments):
@@ -263,62 +250,11 @@ def test_other_documents_are_refused(half: Path, corpus: Path, tmp_path: Path) -
         main.run(tiny(other, half))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("model.vocab_size=258", "has no room for the 259 ids of the byte tokenizer: raise it, for example to 264"),
-        ("model.eos_token_id=2", "model.eos_token_id=2, but the byte tokenizer writes 1"),
-        ("data.source=no/such/folder", "nothing is at"),
-        ("data.seq_len=5000", "exceeds model.max_position_embeddings"),
-    ],
-)
-def test_a_run_that_cannot_be_is_refused_before_training(
-    change: str, message: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["train", *arguments(corpus, tmp_path / "run", change)])
-    assert leaving.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "released"],
-        ["train", "released", "steps=2"],
-        ["compile", "released", "--topology", "v5p:4x8x8", "--seq-len", "65536"],
-        ["bench", "layouts", "released", "--layouts", "fsdp=2", "--steps", "3", "data.seq_len=8"],
-    ],
-)
-def test_a_model_alone_is_no_run_whatever_is_changed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(words)
-    assert leaving.value.code == 2
-    assert "released describes a model only" in capsys.readouterr().err
-
-
 def test_a_run_leaves_after_the_update_it_is_told(corpus: Path, tmp_path: Path) -> None:
     config = tiny(corpus, tmp_path / "run", "until=2")
     assert main.run(config, tmp_path / "result.json") == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["step"]) == (main.AS_ASKED, 2)
-
-
-def test_a_missing_accelerator_is_one_plain_line(corpus: Path, tmp_path: Path) -> None:
-    shown = child(["-m", "train.main"], *arguments(corpus, tmp_path / "run"), JAX_PLATFORMS="tpu")
-    assert shown.returncode == 2
-    *noise, line = shown.stderr.splitlines()
-    assert not noise or find_spec("libtpu")  # which says more before it gives up
-    assert line.startswith("dsflash: JAX found no device with JAX_PLATFORMS='tpu': ")
-    assert "Unset it" in line
-
-
-ENGRAM = (
-    "model.modes=Se S", "model.engram_num_embeddings=[59]", "model.engram_vocab_size=17", "model.engram_n_heads=1",
-    "model.engram_max_ngram_size=4", "model.engram_head_dim=8", "model.engram_compressed_vocab_size=264", "steps=3",
-    "optim.warmup_steps=1", "eval_every=3",
-)  # fmt: skip
 
 
 def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Path) -> None:
@@ -334,24 +270,6 @@ def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Pa
     batches.close()
     assert 0 < moved.sum() and set(np.flatnonzero(moved)) <= set(read)
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
-
-
-def test_ngram_memory_without_room_for_all_bytes_is_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="engram_compressed_vocab_size=258: .* of which there are 259"):
-        tiny(corpus, tmp_path, *ENGRAM, "model.engram_compressed_vocab_size=258")
-
-
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "loss.png", "sample.txt"])
-def test_a_folder_where_a_file_will_be_is_refused_before_training(name: str, corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"cannot be the folder of a run: its {name} is a folder"):
-        main.run(tiny(corpus, tmp_path / "run"))
-
-
-def test_a_file_where_checkpoints_will_be_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(ValueError, match="cannot be the folder of a run: its checkpoints is a file"):
-        main.run(tiny(corpus, tmp_path))
 
 
 def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
@@ -435,12 +353,6 @@ def test_a_start_that_cannot_be_is_refused_before_training(
     monkeypatch.setattr(main, "_loop", None)  # calling it would raise
     with pytest.raises(ValueError, match=message):
         main.run(tiny(corpus, tmp_path / "run", f"start_from={half}", *changes))
-
-
-def test_a_start_from_a_run_without_a_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match="other' has no checkpoint yet: train that run first"):
-        main.run(tiny(corpus, tmp_path / "run", f"start_from={tmp_path / 'other'}"))
 
 
 def test_a_step_that_is_not_finite_names_the_text_of_its_batch_wherever_the_run_started(

@@ -72,7 +72,9 @@ def test_one_expert_a_token_is_not_normalised():
 
 
 @pytest.mark.parametrize("how", list(PRODUCTS))
-@pytest.mark.parametrize("sizes", [[3, 0, 5, 4], [12, 0, 0, 0], [0, 0, 0, 12], [0, 1, 0, 0]])
+@pytest.mark.parametrize(
+    "sizes", [[3, 0, 5, 4], [12, 0, 0, 0], [0, 0, 0, 12], [0, 1, 0, 0], [2, 0, 1, 4], [7, 0, 0, 0]]
+)
 def test_grouped_products_equal_a_loop_over_experts(how, sizes):
     rng = np.random.default_rng(0)
     rows = sum(sizes)
@@ -89,6 +91,32 @@ def test_grouped_products_equal_a_loop_over_experts(how, sizes):
     np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of 3 terms
     np.testing.assert_allclose(d_x, np.einsum("ro,rio->ri", ct, np.asarray(w)[expert]), atol=1e-5)
     np.testing.assert_allclose(d_w, want_w, atol=1e-5)  # sums of up to 12 terms; experts without rows get 0
+
+
+@pytest.mark.parametrize("rows", [7, 12])  # a block is one row, or three
+@pytest.mark.parametrize("sizes", [[2, 0, 1, 1], [0, 0, 0, 3], [5, 0, 0, 0], [0, 0, 0, 0]])
+def test_a_blocked_product_equals_the_dense_one_when_rows_belong_to_no_expert(rows, sizes):
+    """What is said of those rows is not defined, so their cotangent is 0; it must leave no trace."""
+    rng = np.random.default_rng(3)
+    x, w, ct = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, 3), (4, 3, 2), (sum(sizes), 2))
+    )
+    results = []
+    for product in (moe.blocked_dot, moe.dense_dot):
+        own = lambda x, w: product(x, w, jnp.asarray(sizes, jnp.int32))[: sum(sizes)]  # noqa: B023, E731
+        out, pull = jax.vjp(own, x, w)
+        results.append((out, *pull(ct)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)  # float32 sums of up to 5 terms
+
+
+@pytest.mark.parametrize("rows", [1, 6, 767])
+def test_few_rows_copy_one_matrix_each(rows):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    traced = jax.make_jaxpr(moe.blocked_dot)(of(rows, 2), of(384, 2, 3), jax.ShapeDtypeStruct((384,), jnp.int32))
+    outs = [(e.primitive.name, e.outvars[0].aval.shape) for e in traced.eqns]
+    copied = [shape for name, shape in outs if len(shape) == 3 and shape[1:] == (2, 3)]
+    assert copied == [(rows, 2, 3)]
+    assert [shape for name, shape in outs if name == "dot_general"] == [(rows, 1, 3)]
 
 
 @pytest.mark.parametrize("how", ["auto", *PRODUCTS])
