@@ -20,7 +20,8 @@ from dsflash_jax.parallel import ONE, Parallel, combine
 from dsflash_jax.params import Weight, Weights, constant, norm, normal
 
 Sizes = tuple[int, int]  # window, chunk
-Keys = list[tuple[Array, Array]]  # (keys, bool [t, k]: which of them each query attends)
+Keys = list[tuple[Array, Array]]  # (keys, bool [t, k]: which of them each query attends); window, then selected
+SCOPES = (jax.named_scope("window"), jax.named_scope("selected"))
 Past = tuple[Array, Array] | None  # window KV [B, window - 1, Dh] and segments of the tokens before row 0
 
 
@@ -52,17 +53,20 @@ def weights(c: Config) -> dict[str, Weight]:
 
 def query_latent(w: Weights, u: Float[Array, "B T D"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T Dq"]:
     """The normalised low-rank query, read by the main queries and by the indexer's."""
-    return rms_norm(linear(rounding(u), w["wq_a"]), w["q_norm"], c.rms_norm_eps)
+    with jax.named_scope("projections"):
+        return rms_norm(linear(rounding(u), w["wq_a"]), w["q_norm"], c.rms_norm_eps)
 
 
 def queries(w: Weights, latent: Float[Array, "B T Dq"], rounding: Rounding = exact) -> Float[Array, "B T H Dh"]:
     """Queries before rotation; there is no norm per head."""
-    return linear(rounding(latent), w["wq_b"])
+    with jax.named_scope("projections"):
+        return linear(rounding(latent), w["wq_b"])
 
 
 def window_kv(w: Weights, u: Float[Array, "B T D"], c: Config, rounding: Rounding = exact) -> Float[Array, "B T Dh"]:
     """The layer's own key, which is also its value, before rotation."""
-    return rms_norm(linear(rounding(u), w["wkv"]), w["kv_norm"], c.rms_norm_eps)
+    with jax.named_scope("projections"):
+        return rms_norm(linear(rounding(u), w["wkv"]), w["kv_norm"], c.rms_norm_eps)
 
 
 def output(
@@ -73,11 +77,12 @@ def output(
     The input of `wo_a` is never rounded, although a checkpoint stores that weight in FP8 (architecture section 3).
     """
     b, t = o.shape[:2]
-    # The batch axis leads both operands: XLA's CPU back end has no bfloat16 product for it in the middle.
-    grouped = jnp.moveaxis(o.reshape(b, t, w["wo_a"].shape[0], -1), 2, 0)  # [G, B, T, in]
-    low = jnp.einsum("gbti,gio->gbto", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
-    low = jnp.moveaxis(low, 0, 2).reshape(b, t, -1)  # [B, T, G * Do]
-    return combine(p, linear(rounding(low), w["wo_b"]))
+    with jax.named_scope("projections"):
+        # The batch axis leads both operands: XLA's CPU back end has no bfloat16 product for it in the middle.
+        grouped = jnp.moveaxis(o.reshape(b, t, w["wo_a"].shape[0], -1), 2, 0)  # [G, B, T, in]
+        low = jnp.einsum("gbti,gio->gbto", grouped, w["wo_a"], preferred_element_type=jnp.float32).astype(o.dtype)
+        low = jnp.moveaxis(low, 0, 2).reshape(b, t, -1)  # [B, T, G * Do]
+        return combine(p, linear(rounding(low), w["wo_b"]))
 
 
 def attend(
@@ -246,11 +251,11 @@ def _attend(
     def step(x: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
         start, q, topk = x
         keys = _keys(near, near_segments, kv, start, topk, sizes)
-        logits = [_logits(q, k, mask) for k, mask in keys]
+        logits = [scope(_logits)(q, k, mask) for scope, (k, mask) in zip(SCOPES, keys, strict=False)]
         top = reduce(jnp.maximum, [x.max(axis=-1) for x in logits], sink)  # finite, for the sink is
         weights = [jnp.exp(x - top[..., None]) for x in logits]
         total = sum((p.sum(axis=-1) for p in weights), jnp.exp(sink - top))
-        o = sum(_mix(p, k) for p, (k, _) in zip(weights, keys, strict=True)) / total[..., None]
+        o = sum(scope(_mix)(p, k) for scope, p, (k, _) in zip(SCOPES, weights, keys, strict=False)) / total[..., None]
         return o.astype(q.dtype), top + jnp.log(total)
 
     with jax.named_scope("attend"):

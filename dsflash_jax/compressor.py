@@ -70,11 +70,12 @@ def compress(
     gate. S = T // ratio. Tokens of an unfinished group are dropped, never padded into one. Slots of segment 0 hold
     finite values that nobody may read. Cost: 4 B T D Dh FLOPs forward.
     """
-    if ratio == 1:
-        return rms_norm(linear(x, w["wkv"]), w["norm"], eps)
-    both = _project(w, x)
-    both = jnp.concatenate([both, after(p, both, ratio - 1)], axis=1)
-    return _pool(w, both, at.shift, ratio, eps, x.dtype)
+    with jax.named_scope("compressor"):
+        if ratio == 1:
+            return rms_norm(linear(x, w["wkv"]), w["norm"], eps)
+        both = _project(w, x)
+        both = jnp.concatenate([both, after(p, both, ratio - 1)], axis=1)
+        return _pool(w, both, at.shift, ratio, eps, x.dtype)
 
 
 def go_on(
@@ -85,8 +86,9 @@ def go_on(
     `tail` holds KV and gate of the ratio - 1 tokens before. The second result is the tail with those of x behind it:
     behind `count` of these tokens the ratio - 1 entries from `count` on are the next tail.
     """
-    both = jnp.concatenate([tail, _project(w, x)], axis=1)
-    return _pool(w, both, at.shift, ratio, eps, x.dtype), both
+    with jax.named_scope("compressor"):
+        both = jnp.concatenate([tail, _project(w, x)], axis=1)
+        return _pool(w, both, at.shift, ratio, eps, x.dtype), both
 
 
 def following(start: Int[Array, " B"], count: Int[Array, " B"], length: int, ratio: int) -> Slots:

@@ -6,7 +6,7 @@ Source: architecture sections 13 and 14. B rows, T tokens of a piece, right-padd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,21 @@ def append(cache: Cache, made: Made, count: Int[Array, " B"]) -> Cache:
     return caches.advance(caches.commit(cache, made, count), count)
 
 
+def proceed(
+    setup: Setup,
+    w: Weights,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    *,
+    classes: np.ndarray | None = None,
+    images: Images | None = None,
+) -> tuple[Cache, Float[Array, "B T D"]]:
+    """`extend`, and keep all of it: the cache behind the piece, and the hidden states that the head reads."""
+    y, made = extend(setup, w, cache, tokens, count, classes=classes, images=images)
+    return _behind(count, lambda cache: append(cache, made, count), cache, y)
+
+
 @struct.dataclass
 class End:
     """What `replay` needs of each row's last W tokens, the newest last."""
@@ -118,7 +133,8 @@ def encode(
     made = _with_history(c, cache, made, tokens, classes)
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (end.stream, end.tokens), (stream, tokens))
     kept = jax.tree.map(lambda a: caches.recent(a, size + count, size), joined)
-    return append(cache, made, count), End(kept[0], kept[1], end.total + count)
+    cache, kept = _behind(count, lambda cache: append(cache, made, count), cache, kept)
+    return cache, End(kept[0], kept[1], end.total + count)
 
 
 def replay(setup: Setup, w: Weights, cache: Cache, end: End) -> tuple[Cache, Float[Array, "B T D"]]:
@@ -141,8 +157,9 @@ def replay(setup: Setup, w: Weights, cache: Cache, end: End) -> tuple[Cache, Flo
     stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
     made = replace(out.made, kv={}, index={}, tails={})  # `encode` made them of all tokens
     made = _with_draft(setup, w, view, made, out.taps, batch.positions, count)
-    view = caches.commit(view, made, count, range(last, c.num_hidden_layers), c.table)
-    return replace(view, length=cache.length, origin=cache.origin), model.leave(setup, w, stream)
+    layers_run, y = range(last, c.num_hidden_layers), model.leave(setup, w, stream)
+    view, y = _behind(count, lambda view: caches.commit(view, made, count, layers_run, c.table), view, y)
+    return replace(view, length=cache.length, origin=cache.origin), y
 
 
 def boundary(c: Config) -> int:
@@ -266,12 +283,12 @@ class Decoder:
     def _run_extend(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, last: Array, images: Any
     ) -> tuple[Cache, Array]:
-        y, made = extend(self.setup, w, cache, tokens, count, classes=self.classes, images=images)
-        return append(cache, made, count), jnp.where((count > 0)[:, None], newest(y, count), last)
+        cache, y = proceed(self.setup, w, cache, tokens, count, classes=self.classes, images=images)
+        return cache, jnp.where((count > 0)[:, None], newest(y, count), last)
 
     def _run_step(self, w: Weights, cache: Cache, tokens: Array, count: Array) -> tuple[Cache, Array]:
-        y, made = extend(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
-        return append(cache, made, count), model.logits(w["head"], y[:, 0])
+        cache, y = proceed(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
+        return cache, model.logits(w["head"], y[:, 0])
 
     def _run_encode(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, end: End, images: Any
@@ -281,6 +298,21 @@ class Decoder:
     def _run_replay(self, w: Weights, cache: Cache, end: End) -> tuple[Cache, Array]:
         cache, y = replay(self.setup, w, cache, end)
         return cache, newest(y, jnp.minimum(end.total, self.setup.config.sliding_window))
+
+
+def _behind(count: Array, write: Callable[[Cache], Cache], cache: Cache, made: Any) -> tuple[Cache, Any]:
+    """Write to a cache when all that is made by reading it is there: then a compiler writes in place, not to a copy.
+
+    A loop of one turn says so to all of them, if it seems to change `made`, too. An optimization barrier does not: XLA's
+    CPU compiler moves writes over it.
+    """
+    turns = jnp.any(count > 0).astype(jnp.int32)
+
+    def turn(i: Array, at: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        return write(at[0]), jax.tree.map(lambda a: jnp.where(i < turns, a, jnp.zeros_like(a)), at[1])
+
+    written: tuple[Cache, Any] = jax.lax.fori_loop(0, turns, turn, (cache, made))
+    return written
 
 
 def _classes(tokens: Array, classes: np.ndarray | None) -> Array:

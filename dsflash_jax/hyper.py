@@ -54,7 +54,9 @@ def mix(w: Weights, sub: str, x: Float[Array, "B T M D"], c: Config) -> Mix:
     b, t, m, d = x.shape
     flat = x.reshape(b, t, m * d).astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + c.rms_norm_eps)
-    return coefficients(linear32(flat, w[f"hc_{sub}_fn"]) * scale, w[f"hc_{sub}_scale"], w[f"hc_{sub}_base"], c)
+    with jax.named_scope("hyper"):
+        z = linear32(flat, w[f"hc_{sub}_fn"]) * scale
+    return coefficients(z, w[f"hc_{sub}_scale"], w[f"hc_{sub}_base"], c)
 
 
 def coefficients(z: Float[Array, "B T MIX"], scale: Float[Array, " 3"], base: Float[Array, " MIX"], c: Config) -> Mix:

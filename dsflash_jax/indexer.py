@@ -47,8 +47,9 @@ def weights(c: Config, spec: LayerSpec) -> dict[str, Weight]:
 
 def keys(w: Weights, latent: Float[Array, "B S Dh"], at: Angles, c: Config) -> Float[Array, "B S Di"]:
     """Index keys from the un-rotated latent, which takes no gradient from them; rotated at the slot's first token."""
-    k = rms_norm(linear(jax.lax.stop_gradient(latent), w["wk"]), w["k_norm"], c.rms_norm_eps)
-    return rotate_single(k, at)
+    with jax.named_scope("indexer"):
+        k = rms_norm(linear(jax.lax.stop_gradient(latent), w["wk"]), w["k_norm"], c.rms_norm_eps)
+        return rotate_single(k, at)
 
 
 def queries(
@@ -61,9 +62,9 @@ def queries(
 ) -> tuple[Float[Array, "B T Hi Di"], Float[Array, "B T Hi"]]:
     """Rotated index queries and signed head weights (scale Di^-0.5 Hi^-0.5 included); the inputs take no gradient."""
     latent, u = jax.lax.stop_gradient((latent, u))
-    q = rotate(linear(rounding(latent), w["wq_b"]), at)
     scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-    return q, contract(u, w["weights_proj"]) * scale
+    with jax.named_scope("indexer"):
+        return rotate(linear(rounding(latent), w["wq_b"]), at), contract(u, w["weights_proj"]) * scale
 
 
 def scores(

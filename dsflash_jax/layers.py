@@ -175,11 +175,12 @@ def attention_sublayer(
         iq, iw = note("index_q", setup.rounding("index_fp4", quant.Q4X32)(iq)), note("index_weights", iw)
         slots, keys = ctx.slots[spec.ratio], shared.index_keys
         over = partial(indexer.select, base=slots.base) if held is None else search.select
-        topk, blocks = over(
-            iq, iw, keys, visible=slots.visible, k=c.index_topk, chunk=how.query_chunk, block=c.candidate_block_size,
-            candidates=shared.candidates if spec.restricted else None,
-            publish=c.candidate_topk_blocks if spec.publishes else 0,
-        )  # fmt: skip
+        with jax.named_scope(scope_of(spec)):
+            topk, blocks = over(
+                iq, iw, keys, visible=slots.visible, k=c.index_topk, chunk=how.query_chunk,
+                block=c.candidate_block_size, candidates=shared.candidates if spec.restricted else None,
+                publish=c.candidate_topk_blocks if spec.publishes else 0,
+            )  # fmt: skip
         shared = replace(shared, topk=note("topk", topk))
         if blocks is not None:
             shared = replace(shared, candidates=note("candidates", blocks))
@@ -200,6 +201,11 @@ def attention_sublayer(
     y = attention.output(w, rope.rotate(o, at, inverse=True), inputs, p)
     made = None if held is None else held.made(entry, slots_made, new_slots(ctx), tokens_of(ctx))
     return y, shared, index, made
+
+
+def scope_of(spec: LayerSpec) -> str:
+    """Name of a selecting layer's scope in a program: its mode and ratio, and whether candidates limit it."""
+    return f"select_{spec.mode.name.lower()}_{spec.ratio}" + ("_restricted" if spec.restricted else "")
 
 
 def new_slots(ctx: Ctx) -> dict[int, int]:

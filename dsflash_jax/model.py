@@ -244,7 +244,8 @@ def _moved(node: Node, w: Weights, by: int) -> tuple[Node, Weights]:
 def logits(head: Float[Array, "V D"], y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """y head^T with float32 operands and result."""
     dims = (((y.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(y.astype(jnp.float32), head.astype(jnp.float32), dims, precision=HIGHEST)
+    with jax.named_scope("head"):
+        return jax.lax.dot_general(y.astype(jnp.float32), head.astype(jnp.float32), dims, precision=HIGHEST)
 
 
 class Model(nn.Module):

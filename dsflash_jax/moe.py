@@ -305,8 +305,11 @@ def apply(
     real: Bool[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "N D"], Routing]:
     """Routed plus shared experts, summed in float32 and cast to x's dtype; `real` as `routed` takes it."""
-    r = route(w["gate"], x, image, c)
-    out, dropped = routed(w["experts"], x, r, c, how, rounding, p, real)
+    with jax.named_scope("router"):
+        r = route(w["gate"], x, image, c)
+    with jax.named_scope("routed"):
+        out, dropped = routed(w["experts"], x, r, c, how, rounding, p, real)
     if c.n_shared_experts:
-        out = out + shared(w["shared_experts"], x, c, rounding)
+        with jax.named_scope("shared"):
+            out = out + shared(w["shared_experts"], x, c, rounding)
     return parallel.combine(p, out).astype(x.dtype), replace(r, dropped=dropped)

@@ -34,16 +34,16 @@ def select(
     block: int = 1,
     publish: int = 0,
     gathered: bool | None = None,
-) -> tuple[Int[Array, "B T {k}"], Int[Array, "B T {publish}"] | None]:
+) -> tuple[Int[Array, "B T {k}"], Int[Array, "B T P"] | None]:
     """The k visible slots with the highest scores, and the candidate blocks of a publishing layer.
 
-    As `indexer.select` for rows of one document, with `keys` of a cache and always k (and `publish`) columns. A
-    restricted layer scores its candidates alone if `gathered`, by default for up to 8 queries, else all slots under a
-    mask. Cost: 2 B T S Hi Di FLOPs, with gathered candidates 2 B T C block Hi Di.
+    As `indexer.select` for rows of one document, with `keys` of a cache and always k columns. A restricted layer
+    scores its candidates alone if `gathered`, by default for up to 8 queries, else all slots under a mask.
+    Cost: 2 B T S Hi Di FLOPs, with gathered candidates 2 B T C block Hi Di.
     """
-    t = q.shape[1]
+    t, publishes, publish = q.shape[1], publish > 0, min(publish, -(-keys.slots // block))
     gathered = t <= FEW if gathered is None else gathered
-    if candidates is not None and gathered and not publish:
+    if candidates is not None and gathered and not publishes:
         return _among(q, w, keys, visible, k, candidates, block), None
     size = min(chunk, t)
     cut = lambda a: jnp.moveaxis(_pad(a, -t % size).reshape(a.shape[0], -1, size, *a.shape[2:]), 1, 0)  # noqa: E731
@@ -51,9 +51,10 @@ def select(
     queries = Queries(q, w, visible, candidates)
     one = partial(_sweep, keys, k, block, publish)
     if size == t:
-        return one(queries)
-    topk, blocks = jax.lax.map(one, jax.tree.map(cut, queries))
-    return join(topk), join(blocks) if publish else None
+        topk, blocks = one(queries)
+    else:
+        topk, blocks = jax.tree.map(join, jax.lax.map(one, jax.tree.map(cut, queries)))
+    return topk, blocks if publishes else None
 
 
 class Queries(NamedTuple):
@@ -78,7 +79,7 @@ def block_size(slots: int, block: int) -> int:
     return slots if size < min(slots, BLOCK // 8) or size % block else size
 
 
-def _sweep(keys: Source, k: int, block: int, publish: int, at: Queries) -> tuple[Array, Array | None]:
+def _sweep(keys: Source, k: int, block: int, publish: int, at: Queries) -> tuple[Array, Array]:
     """`select` for one chunk of queries by all blocks of slots."""
     b, t = at.visible.shape
     slots = keys.slots
@@ -89,7 +90,7 @@ def _sweep(keys: Source, k: int, block: int, publish: int, at: Queries) -> tuple
     start = Best(jnp.full((b, t, k), -jnp.inf, jnp.float32), jnp.full((b, t, k), -1, jnp.int32))
     none = Best(jnp.full((b, t, publish), -jnp.inf, jnp.float32), jnp.full((b, t, publish), -1, jnp.int32))
     if slots == 0:
-        return start.ids, none.ids if publish else None
+        return start.ids, none.ids
     furthest = jnp.max(at.visible)
 
     def look(j: Array, best: tuple[Best, Best]) -> tuple[Best, Best]:
@@ -112,7 +113,7 @@ def _sweep(keys: Source, k: int, block: int, publish: int, at: Queries) -> tuple
 
     count = slots // size
     (top, top_blocks), _ = jax.lax.scan(step, (start, none), jnp.arange(count, dtype=jnp.int32))
-    return _listed(top), _listed(top_blocks) if publish else None
+    return _listed(top), _listed(top_blocks)
 
 
 def _among(

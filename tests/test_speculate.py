@@ -161,12 +161,12 @@ SMALL = dataclasses.replace(tiny.T, vocab_size=6).with_modes("S F2t U", **(STAGE
 def test_sampled_tokens_follow_the_models_distribution():
     setup = Setup(SMALL, tiny.STRICT)
     w = with_drafts(SMALL)
-    w["head"], w["mtp"]["1"]["markov_head"]["head"] = 0.4 * w["head"], 0.4 * w["mtp"]["1"]["markov_head"]["head"]
+    w["head"], w["mtp"]["1"]["markov_head"]["head"] = 0.2 * w["head"], 0.2 * w["mtp"]["1"]["markov_head"]["head"]
     decoder, prompt, rows = Decoder(setup, w, chunk=4), [1, 4, 2], 6000
     settings = sampling.settings(rows, temperature=0.8, top_k=5, seed=11)
     held, y = decoder.prefill(decoder.begin(rows, 16), [np.array(prompt)] * rows)
     first = sampling.distribution(decoder.logits(y), settings)
-    token = np.asarray(sampling.draw(first, sampling.at(settings, held.length, sampling.PLAIN)))
+    token = np.array(sampling.draw(first, sampling.at(settings, held.length, sampling.PLAIN)))
     fast = speculate.Speculator(decoder)
     text = [[int(t)] for t in token]
     while any(len(t) < 3 for t in text):
@@ -174,15 +174,14 @@ def test_sampled_tokens_follow_the_models_distribution():
         for row, t in enumerate(text):
             t += made.tokens[row, : made.count[row]].tolist()
             token[row] = t[-1]
-    assert 0.2 < fast.statistics.accepted.sum() / fast.statistics.drafted.sum() < 0.95  # both cases are in the sample
+    share = fast.statistics.accepted / fast.statistics.drafted
+    assert 0.2 < share[0] < 0.9  # both cases are in the sample
 
     v = SMALL.vocab_size
     every = np.array([prompt + list(rest) for rest in itertools.product(range(v), repeat=2)], np.int32)
     logits = model.logits(w["head"], model.forward(setup, w, tiny.batch(SMALL, every))[0])
     one = sampling.settings(len(every), temperature=0.8, top_k=5)
-    p = np.exp(
-        np.asarray(jax.vmap(lambda a: sampling.distribution(a, one), in_axes=1, out_axes=1)(logits)), dtype=float
-    )
+    p = np.exp(np.asarray(sampling.distribution(logits, one)), dtype=float)
     p = p.reshape(v, v, 5, v)
     joint = p[0, 0, 2][:, None, None] * p[:, 0, 3][:, :, None] * p[:, :, 4]
     want = joint.reshape(-1) * rows
@@ -215,8 +214,13 @@ def test_a_model_without_a_draft_head_is_refused():
 def test_no_draft_leaves_a_trace_in_what_is_committed(decoder, prompts):
     """A commit of none of a piece's tokens is the cache itself."""
     held, _ = start(decoder, prompts)
-    tokens = jnp.asarray(tiny.tokens(C, ROWS, 6, seed=9))
-    _, made = decode.extend(decoder.setup, decoder.w, held, tokens, jnp.full((ROWS,), 6, jnp.int32))
-    same = cache.advance(cache.commit(held, made, jnp.zeros((ROWS,), jnp.int32)), jnp.zeros((ROWS,), jnp.int32))
+    tokens, none = jnp.asarray(tiny.tokens(C, ROWS, 6, seed=9)), jnp.zeros((ROWS,), jnp.int32)
+
+    @tiny.jit
+    def commit_none(w, held):
+        _, made = decode.extend(decoder.setup, w, held, tokens, none + 6)
+        return cache.advance(cache.commit(held, made, none), none)
+
+    same = commit_none(decoder.w, held)
     for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(a, b)
