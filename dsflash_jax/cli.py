@@ -130,6 +130,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
         "dsflash describe released --json released.json",
     )
     describe.add_argument("config", metavar="CONFIG", help="a name in configs/, a Python file, or a config.json")
+    describe.add_argument(
+        "--step", action="store_true", help="compile the decode step, too, and count its products: minutes"
+    )
     add_overrides(describe)
 
     compile_ = add(
@@ -315,8 +318,13 @@ def run_describe(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides)
     from dsflash_jax import describe
 
+    model = getattr(config, "model", config)  # a run holds its architecture there
     try:
-        facts = describe.main(getattr(config, "model", config))  # a run holds its architecture there
+        facts = describe.main(model)
+        if arguments.step:
+            from train import decode_step
+
+            facts["step"] = decode_step.main(model)
     except ValueError as error:
         refuse(error)
     write_json(arguments.json, facts)

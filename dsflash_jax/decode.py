@@ -303,8 +303,8 @@ class Decoder:
 def _behind(count: Array, write: Callable[[Cache], Cache], cache: Cache, made: Any) -> tuple[Cache, Any]:
     """Write to a cache when all that is made by reading it is there: then a compiler writes in place, not to a copy.
 
-    A loop of one turn says so to all of them, if it seems to change `made`, too. An optimization barrier does not: XLA's
-    CPU compiler moves writes over it.
+    A loop of one turn says so to all of them, if it seems to change `made`, too. XLA's CPU compiler moves writes over
+    an optimization barrier.
     """
     turns = jnp.any(count > 0).astype(jnp.int32)
 

@@ -47,7 +47,7 @@ def select(
         return _among(q, w, keys, visible, k, candidates, block), None
     size = min(chunk, t)
     cut = lambda a: jnp.moveaxis(_pad(a, -t % size).reshape(a.shape[0], -1, size, *a.shape[2:]), 1, 0)  # noqa: E731
-    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, a.shape[-1])[:, :t]  # noqa: E731
+    join = lambda a: jnp.concatenate(list(a), axis=1)[:, :t]  # noqa: E731
     queries = Queries(q, w, visible, candidates)
     one = partial(_sweep, keys, k, block, publish)
     if size == t:

@@ -1,0 +1,45 @@
+"""decode_step.py: what the released decode step is made of, against the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsflash_jax.config import Config
+from train import decode_step
+
+EXACT = ("head", "engram projections", "compressors", "attention projections", "routed experts", "shared experts",
+         "routers", "window attention", "selected attention")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def released(golden: Path) -> Config:
+    return Config.from_json(golden / "config.released.json")
+
+
+@pytest.mark.parametrize("context", [4096, 1048576])
+def test_each_part_of_the_released_step_is_what_the_arithmetic_says(released, context):
+    got = decode_step.products(decode_step.lower(released, context), released)
+    want = decode_step.costs.flops(decode_step.costs.decode(released, context), "alike")
+    assert got.pop("other") == 0
+    assert got.keys() == want.keys()
+    for part in EXACT:
+        assert got[part] == want[part]
+    mixing = 2 * 4 * 5120 * (40 * 2 * (2 + 4) + 1)  # element-wise in the program: two sublayers a layer, and the fold
+    assert got["hyper-connections"] == want["hyper-connections"] - mixing
+    for part in (part for part in got if part.startswith("index")):
+        assert got[part] == pytest.approx(want[part], rel=0.01)
+    assert sum(got.values()) == pytest.approx(sum(want.values()), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_million_tokens_cost_at_most_1_65_times_4096_also_compiled(released, capsys):
+    made = decode_step.main(released)
+    printed = capsys.readouterr().out
+    assert "attention projections" in printed and "prefill of 65,536 tokens, replay over full" in printed
+    for step in made["steps"]:
+        assert step["compiled"] == sum(step["program"].values())
+        assert step["compiled"] == pytest.approx(sum(step["describe"].values()), rel=0.05)
+    assert all(1.6 < share <= 1.65 for share in made["ratio"].values())
+    assert made["prefill"]["ratio"] <= 0.55
