@@ -2,13 +2,15 @@
 
 A trace of single tokens is `Road.decoded`; a prompt whose end alone goes through the decoder `Road.decoder_replay`, and
 one whose first tokens left only their slots `Road.encoder_replay`. `meant` cuts recorded buffers to what their run had
-filled. `parity` compares. Source: architecture sections 13 and 14.
+filled. `parity` compares. `pooled` and `ring_slots` are the same for op vectors. Source: architecture sections 6, 13
+and 14.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +19,8 @@ import numpy as np
 from jax import Array
 
 from dsflash_jax import cache as caches
-from dsflash_jax import decode, draft, model
-from dsflash_jax.cache import Cache
+from dsflash_jax import compressor, decode, draft, model
+from dsflash_jax.cache import Cache, Form, Forms, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
@@ -238,3 +240,50 @@ def given(recorded: Arrays, name: str) -> int:
     if number.ndim or number.dtype.kind not in "iu" or number < 1:
         raise ValueError(f"{name}: expected a number of tokens, got {number.dtype} of shape {list(number.shape)}")
     return int(number)
+
+
+def pooled(w: Weights, x: Array, start: int, ratio: int, eps: float) -> Arrays:
+    """A compressor behind a prefill of `start` tokens of x [B, T, D], the others one by one.
+
+    `prefill` and `decode` are latents, `emitted` says which of the single tokens complete a group; of ratios above 1
+    `kv_state` and `score_state` hold the last `ratio` tokens, each at its position mod ratio.
+    """
+    rows, length, _ = x.shape
+    go_on = jax.jit(partial(compressor.go_on, ratio=ratio, eps=eps))
+    one = jax.jit(lambda w, x, at: compressor.compress(w, x, at, ratio, eps))
+    tail = jnp.zeros((rows, ratio - 1, 2 * w["wkv"].shape[1]), jnp.float32)
+    number = lambda n: jnp.full((rows,), n, jnp.int32)  # noqa: E731
+    prefill, decoded, emitted, both = np.zeros(0), [], [], tail
+    # The prefill is the first tokens of a longer, padded piece.
+    for at, count in [(0, start), *((i, 1) for i in range(start, length))]:
+        piece = x if at == 0 else x[:, at : at + 1]
+        slots = compressor.following(number(at), number(count), piece.shape[1], ratio)
+        latents, both = (one(w, piece, slots), tail) if ratio == 1 else go_on(w, piece, tail, slots)
+        tail = both[:, count : count + ratio - 1]
+        exists = np.asarray(slots.segments[0] > 0)
+        if at == 0:
+            prefill = np.asarray(latents)[:, exists]
+        else:
+            emitted.append(exists.any())
+            decoded.append(np.asarray(latents)[:, exists])
+    out = {"prefill": prefill, "decode": np.concatenate(decoded, axis=1), "emitted": np.asarray(emitted)}
+    if ratio > 1:
+        order = np.argsort(np.arange(length - ratio, length) % ratio)  # the last step's tail and its token
+        out["kv_state"], out["score_state"] = np.split(np.asarray(both)[:, order], 2, axis=-1)
+    return out
+
+
+def ring_slots(window: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ring places [W] that the token at position `start` attends, -1 without a token: the window's oldest first as
+    a layer reads them, and those that count as filled behind the token.
+    """
+    form, one, nothing = Form(1, None, False, "float32"), jnp.ones((1,), jnp.int32), dict[int, Any]()
+    places = jnp.arange(window, dtype=jnp.int32)
+    held = places.astype(jnp.float32)[None, None, :, None]  # each place holds its number
+    forms, slots = Forms(form, form, form), (nothing, nothing, nothing)
+    cache = Cache(start * one, 0 * one, nothing, held, *slots, None, None, forms, start + 1)
+    past, exists = cache.past(0)
+    cache = decode.append(cache, Made(jnp.full((1, 1, 1, 1), -1.0), *slots), one)
+    own = jnp.argmin(cache.window[0, 0, :, 0]).astype(jnp.int32)
+    before = jnp.where(exists[0] > 0, past[0, :, 0].astype(jnp.int32), -1)
+    return np.asarray(jnp.append(before, own)), np.asarray(jnp.where(cache.filled()[0], places, -1))
