@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from dsflash_jax import cache as caches
-from dsflash_jax import compressor, decode, draft, model
+from dsflash_jax import compressor, decode, draft, model, speculate
 from dsflash_jax.cache import Cache, Form, Forms, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup
@@ -99,8 +99,9 @@ class Road:
         return np.pad(part, ((0, 0), (0, size - part.shape[1]))), np.full(len(part), part.shape[1], np.int32)
 
     def extended(self, cache: Cache, start: int, stop: int) -> tuple[Cache, np.ndarray]:
-        """The cache behind tokens start .. stop - 1 in one piece, which is padded to the whole row; their logits."""
-        cache, logits = self._piece(self.w, cache, *self.cut(start, stop, self.tokens.shape[1]))
+        """The cache behind tokens start .. stop - 1 in one piece, padded until it is a long one; their logits."""
+        size = max(self.tokens.shape[1], caches.SHORT + 1)
+        cache, logits = self._piece(self.w, cache, *self.cut(start, stop, size))
         return cache, np.asarray(logits[:, : stop - start])
 
     def stepped(self, cache: Cache, start: int, steps: int) -> tuple[Cache, Arrays]:
@@ -129,11 +130,8 @@ class Road:
         """The drafts behind a step from the cache's rings; the known token is the likeliest behind the step."""
         setup, c, traces = self.setup, self.setup.config, list[dict[str, Array]]()
         taps = jnp.stack([step[f"L{i}.tap"] for i in c.dspark_target_layer_ids])
-        memory = draft.Rings(
-            jnp.moveaxis(cache.forms.window.unpack(cache.draft), 1, 0), cache.filled(), cache.length - 1
-        )
         token = jnp.argmax(step["logits"][:, 0], axis=-1).astype(jnp.int32)
-        made = draft.draft(setup, w, token, memory, traces)
+        made = draft.draft(setup, w, token, speculate.memory(cache), traces)
         out = {f"Lmtp{i}.{name}": array for i, trace in enumerate(traces) for name, array in trace.items()}
         out |= {"mtp_output_ids": made.tokens, "mtp_logits": made.logits, "mtp_confidence": made.confidence}
         out["main_hidden"] = jnp.concatenate(list(taps), axis=-1)
