@@ -36,8 +36,8 @@ class Rings:
     """What the stages keep of the main positions: the last W of each row."""
 
     keys: Any  # float [Z, B, W, Dh]: rotated window keys of each stage
-    filled: Any  # bool [B, W]: places that hold a position of the row's document
-    position: Any  # int [B]: the newest one, in its document
+    filled: Any  # bool [B, W]: places that hold a position
+    position: Any  # int [B]: the newest one
 
 
 @struct.dataclass
@@ -81,32 +81,6 @@ def weights(c: Config) -> dict[str, Any]:
 def stage_config(c: Config) -> Config:
     """The configuration of a stage's block: the backbone's with the draft head's experts."""
     return replace(c, n_routed_experts=c.dspark_n_routed_experts, num_experts_per_tok=c.dspark_num_experts_per_tok)
-
-
-def rings(
-    setup: Setup,
-    w: Weights,
-    taps: Float[Array, "N B T D"],
-    segments: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    at: Int[Array, " B"],
-) -> Rings:
-    """Each stage's window of main positions that ends at row index `at`, from the taps of a whole row.
-
-    taps, segments and positions as `model.forward` returns and takes them. The window ends at the document's start.
-    """
-    c = setup.config
-    stages = _cast(setup, w)
-    m = main_states(stages["0"], taps, c, setup.inputs)
-    angles = rope.angles(rope.frequencies(c, compressed=False), positions)
-    index = at[:, None] + jnp.arange(1 - c.sliding_window, 1)[None]  # [B, W]
-    take = lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, index)  # noqa: E731
-    segment = jnp.take_along_axis(segments, at[:, None], axis=1)
-    return Rings(
-        keys=jnp.stack([take(_keys(setup, stages[str(i)]["attn"], m, angles)) for i in range(len(stages))]),
-        filled=(index >= 0) & (take(segments) == segment),
-        position=jnp.take_along_axis(positions, at[:, None], axis=1)[:, 0],
-    )
 
 
 def main_keys(

@@ -82,7 +82,7 @@ def layer(
             ids = ctx.engram_rows[:, :, spec.engram]
             x, gate, unread = engram.apply(w["engram"], x, ids, ctx.image, c, setup.inputs, p)
             mark(trace, "engram_gate", gate)
-    taps = _mean_copy(x)[None][: int(spec.tap)] if setup.taps else None
+    taps = mark(trace, "tap", _mean_copy(x))[None][: int(spec.tap)] if setup.taps else None
 
     def attend(u: Array) -> tuple[Array, tuple[Any, ...]]:
         y, *made = attention_sublayer(setup, spec, w["attn"], u, shared, ctx, trace)

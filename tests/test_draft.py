@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax import Array
 
 from dsflash_jax import checkpoint, draft, engram, hyper, model
@@ -37,21 +38,17 @@ def full(golden: Path) -> tuple[Config, Any]:
 
 
 @partial(jax.jit, static_argnames="setup")
-def propose(
-    setup: Setup, w: Any, taps: Array, segments: Array, positions: Array, at: Array, token: Array
-) -> tuple[draft.Draft, list[dict[str, Array]]]:
+def propose(setup: Setup, w: Any, taps: Array, at: Array, token: Array) -> tuple[draft.Draft, list[dict[str, Array]]]:
     """Rings up to `at`, then a block of drafts, under strict types; also the stages' traces."""
     traces: list[dict[str, Array]] = []
     with jax.numpy_dtype_promotion("strict"):
-        memory = draft.rings(setup, w, taps, segments, positions, at)
-        return draft.draft(setup, w, token, memory, traces), traces
+        return draft.draft(setup, w, token, tiny.rings(setup, w, taps, at), traces), traces
 
 
-def row(taps: np.ndarray) -> tuple[Array, Array, Array]:
-    """Taps [B, T, N * D] as the model returns them, and the layout of rows that hold one document each."""
+def row(taps: np.ndarray) -> Array:
+    """Taps [B, T, N * D] as the model returns them."""
     b, t, width = taps.shape
-    cut = jnp.moveaxis(jnp.asarray(taps.reshape(b, t, 2, width // 2)), 2, 0)
-    return cut, jnp.ones((b, t), jnp.int32), jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    return jnp.moveaxis(jnp.asarray(taps.reshape(b, t, 2, width // 2)), 2, 0)
 
 
 @pytest.mark.parametrize(("name", "quantize"), [("noquant", EXACT), ("quant", ROUNDED)])
@@ -65,7 +62,7 @@ def test_drafts_equal_the_reference(golden: Path, full: tuple[Config, Any], name
     setup = Setup(c, F32, quantize=quantize)
     for step in range(0 if quantize is ROUNDED else WINDOW - 1, main.shape[1]):
         token = jnp.asarray(want["mtp_output_ids"][step, :, 0], jnp.int32)
-        got, traces = propose(setup, w, *arrays, jnp.full(2, START + step, jnp.int32), token)
+        got, traces = propose(setup, w, arrays, jnp.full(2, START + step, jnp.int32), token)
         np.testing.assert_array_equal(got.tokens, want["mtp_output_ids"][step])
         np.testing.assert_allclose(got.logits, want["mtp_logits"][step], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(got.confidence, want["mtp_confidence"][step], rtol=0, atol=TOLERANCE)
@@ -94,30 +91,16 @@ def test_a_draft_reads_the_window_that_ends_at_its_position(
     setup, at, token = Setup(c, F32), jnp.full(2, 20, jnp.int32), jnp.asarray([5, 6], jnp.int32)
     changed = rows.copy()
     changed[:, position] += 1
-    base, _ = propose(setup, w, *row(rows), at, token)
-    moved, _ = propose(setup, w, *row(changed), at, token)
+    base, _ = propose(setup, w, row(rows), at, token)
+    moved, _ = propose(setup, w, row(changed), at, token)
     assert same(base, moved) == (not seen)
-
-
-def test_a_document_behind_another_drafts_as_alone(full: tuple[Config, Any], rows: np.ndarray) -> None:
-    c, w = full
-    setup, token, before = Setup(c, F32), jnp.asarray([5, 6], jnp.int32), 20
-    taps, _, positions = row(rows)
-    alone, _ = propose(setup, w, taps, jnp.ones_like(positions), positions, jnp.full(2, 3, jnp.int32), token)
-    packed = jnp.roll(taps, before, axis=2)  # the document's first tokens stand behind 20 of another one
-    second = (positions >= before).astype(jnp.int32)
-    segments, shifted = 1 + second, positions - before * second
-    behind, _ = propose(setup, w, packed, segments, shifted, jnp.full(2, before + 3, jnp.int32), token)
-    # A place of the ring that is masked in both holds other numbers; they are multiplied by 0.
-    np.testing.assert_array_equal(behind.tokens, alone.tokens)
-    np.testing.assert_allclose(behind.logits, alone.logits, rtol=0, atol=1e-6)
 
 
 def test_rows_draft_apart(full: tuple[Config, Any], rows: np.ndarray) -> None:
     c, w = full
     setup, at = Setup(c, F32), jnp.full(2, 20, jnp.int32)
-    base, _ = propose(setup, w, *row(rows), at, jnp.asarray([5, 6], jnp.int32))
-    other, _ = propose(setup, w, *row(rows), at, jnp.asarray([5, 7], jnp.int32))
+    base, _ = propose(setup, w, row(rows), at, jnp.asarray([5, 6], jnp.int32))
+    other, _ = propose(setup, w, row(rows), at, jnp.asarray([5, 7], jnp.int32))
     np.testing.assert_allclose(base.logits[0], other.logits[0], rtol=0, atol=1e-6)  # expert rows add in another order
     assert not np.allclose(base.logits[1], other.logits[1], rtol=0, atol=1e-3)
 
@@ -125,7 +108,7 @@ def test_rows_draft_apart(full: tuple[Config, Any], rows: np.ndarray) -> None:
 def test_bfloat16_holds_under_strict_types(full: tuple[Config, Any], rows: np.ndarray) -> None:
     c, w = full
     setup = Setup(c, replace(F32, dtype="bfloat16"), quantize=ROUNDED)
-    args = (w, *row(rows.astype(jnp.bfloat16)), jnp.full(2, 20, jnp.int32), jnp.zeros(2, jnp.int32))
+    args = (w, row(rows.astype(jnp.bfloat16)), jnp.full(2, 20, jnp.int32), jnp.zeros(2, jnp.int32))
     got, traces = jax.eval_shape(partial(propose, setup), *args)
     assert (got.logits.shape, got.logits.dtype) == ((2, 4, c.vocab_size), jnp.float32)
     assert traces[0]["h_out"].dtype == jnp.bfloat16

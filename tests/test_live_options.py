@@ -215,12 +215,10 @@ def drafted(c: Config) -> Any:
     """Drafted ids, logits and confidence behind a row of made-up taps."""
     w = tiny.weights(c, declare=checkpoint.declare)
     taps = jax.random.normal(jax.random.key(0), (1, 1, WIDTH, c.hidden_size), jnp.float32)
-    row = tiny.batch(c, tiny.tokens(WHOLE, 1, WIDTH))
 
     def propose(w, taps):
         setup, at = Setup(c, HOW), jnp.full(1, WIDTH - 1, jnp.int32)
-        memory = draft.rings(setup, w, taps, row.segments, row.positions, at)
-        return draft.draft(setup, w, jnp.full(1, 5, jnp.int32), memory)
+        return draft.draft(setup, w, jnp.full(1, 5, jnp.int32), tiny.rings(setup, w, taps, at))
 
     return jax.device_get(tiny.jit(propose)(w, taps))
 

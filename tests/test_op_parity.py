@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dsflash_jax import op_parity, parity
+from dsflash_jax import compressor, op_parity, parity
+from dsflash_jax.cache import Cache
 from dsflash_jax.verdict import Line, bits_line
-
-STATES = [f"{kind}_state_after{start}" for kind in ("kv", "score") for start in (6, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,50 @@ def test_every_recorded_array_is_an_input_or_compared_or_named_as_uncovered(chec
         assert arrays == inputs | (named & arrays) | {x.array.split(",")[0] for x in lines if x.trace == path.stem}
 
 
-def test_only_the_state_of_a_decode_is_not_covered(checked: Any) -> None:
-    assert checked[1] == [
-        f"compressor_ratio2: {', '.join(STATES)}",
-        "window_indices: order of a decode row's slots in the ring",
-    ]
+def test_every_recorded_array_is_covered(checked: Any) -> None:
+    assert checked[1] == []
+
+
+def test_a_compressor_and_a_ring_are_compared_token_by_token(checked: Any) -> None:
+    made = {(x.trace, x.array) for x in checked[0]}
+    for start in (6, 7):
+        steps = {f"{name}_after{start}, one by one" for name in ("decode", "emitted")}
+        states = {f"{kind}_state_after{start}, one by one" for kind in ("kv", "score")}
+        assert {("compressor_ratio1", name) for name in steps} <= made
+        assert {("compressor_ratio2", name) for name in steps | states} <= made
+    for how in ("in the ring", "filled places", "as tokens"):
+        assert {("window_indices", f"case{case}_idx, {how}") for case in (2, 3, 4, 5)} <= made
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change", "missed"),
+    [
+        (compressor, "following", lambda at: replace(at, shift=1 - at.shift), {"decode", "prefill"}),
+        (compressor, "following", lambda at: replace(at, segments=1 - at.segments), {"decode", "prefill", "emitted"}),
+        (compressor, "go_on", lambda made: (made[0], made[1][:, ::-1]), {"decode", "kv_state", "score_state"}),
+    ],
+    ids=["other tokens", "other completions", "stale tail"],
+)
+def test_steps_behind_a_wrong_tail_are_misses(owner, name, change, missed, golden, tmp_path, monkeypatch) -> None:
+    shutil.copy(golden / "ops" / "compressor_ratio2.npz", tmp_path)
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a, **k: change(right(*a, **k)))
+    lines, _ = parity.check(tmp_path)
+    assert {x.array.split(",")[0].rstrip("67").removesuffix("_after") for x in lines if not x.passed} == missed
+
+
+def test_a_ring_with_wrong_places_is_a_miss(golden: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    shutil.copy(golden / "ops" / "window_indices.npz", tmp_path)
+    past, filled = Cache.past, Cache.filled
+    monkeypatch.setattr(Cache, "past", lambda self, layer: past(replace(self, length=self.length + 1), layer))
+    assert missed(tmp_path) == {"in the ring"}
+    monkeypatch.setattr(Cache, "past", past)
+    monkeypatch.setattr(Cache, "filled", lambda self: filled(replace(self, length=self.length - 1)))
+    assert missed(tmp_path) == {"filled places"}  # of rows that are not full
+
+
+def missed(folder: Path) -> set[str]:
+    return {x.array.split(", ")[1] for x in parity.check(folder)[0] if not x.passed}
 
 
 def test_quantisers_are_compared_in_both_types_eager_and_jitted(checked: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsflash_jax import parity
+from dsflash_jax import parity, parity_decode
 from dsflash_jax.cli import main
 from dsflash_jax.config import Config
 
@@ -25,6 +25,7 @@ def bare(golden, tmp_path, monkeypatch) -> Path:
     """tiny_text without traces, and a forward that makes what the reference recorded."""
     made = arrays(golden / "tiny_text" / EXACT)
     monkeypatch.setattr(parity, "traced", lambda setup, w, batch: dict(made))
+    monkeypatch.setattr(parity_decode.Road, "decoded", lambda self, start, steps: {})
     for name in ("config.json", "inputs.npz", "weights.npz"):
         shutil.copy(golden / "tiny_text" / name, tmp_path)
     return tmp_path
@@ -105,12 +106,50 @@ def test_drafts_of_a_model_without_a_draft_head_are_misses(bare):
     assert missed(bare) == [f"mtp_logits, {parity.UNKNOWN}"]
 
 
-def test_drafts_behind_the_last_token_are_refused(golden, tmp_path, monkeypatch):
+def test_buffers_without_steps_are_misses(bare):
+    np.savez(bare / "decode_f32_noquant_after3.npz", **{"cache.L0.window_kv_cache": np.ones((2, 8, 32))})
+    assert missed(bare) == [f"cache.L0.window_kv_cache, {parity.UNKNOWN}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("decode_f32_quant_after21", {"logits": np.ones((7, 2, 1, 96))}),
+     ("decode_f32_quant_after999", {"logits": np.ones((1, 2, 1, 96))}),
+     ("replay_decoder_f32_quant", {"prompt_length": np.int64(22), "decode_logits": np.ones((2, 6, 96))}),
+     ("replay_encoder_f32_quant_hit16", {"hit_length": np.int64(16), "suffix_logits": np.ones((2, 12, 96))})],
+)  # fmt: skip
+def test_a_trace_of_more_tokens_than_there_are_ids_is_named_and_does_not_pass(name, held, bare):
+    np.savez(bare / f"{name}.npz", **held)
+    assert parity.check(bare) == ([], [f"{name}: recorded on other inputs"])
+    assert parity.main(bare) == 1
+
+
+@pytest.mark.parametrize("number", [None, np.float32(3), np.ones(2, int), np.int64(0)])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("replay_decoder_f32_quant", "prompt_length"), ("replay_encoder_f32_quant_hit16", "hit_length")],
+)
+def test_a_replay_of_no_known_length_is_refused_by_file_and_array(name, length, number, bare):
+    np.savez(bare / f"{name}.npz", x=np.ones(2), **({} if number is None else {length: number}))
+    with pytest.raises(ValueError, match=rf"{name}\.npz: {length}: expected a number of tokens"):
+        parity.check(bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("decode_shipped_slot_after20", parity.FOR_INFORMATION), ("decode_bf16_quant_after20", parity.NO_CODE),
+     ("replay_decoder_f16", parity.NO_CODE), ("decode_f32_quant", parity.NO_CODE)],
+)  # fmt: skip
+def test_traces_that_nothing_is_compared_with_are_named_with_the_reason(name, why, bare):
+    np.savez(bare / f"{name}.npz", logits=np.ones((7, 2, 1, 96)))
+    assert parity.check(bare) == ([], [f"{name}: {why}"])
+
+
+def test_a_replay_of_images_is_named_as_not_covered(golden, tmp_path):
     for name in ("config.json", "inputs.npz", "weights.npz"):
         shutil.copy(golden / "tiny_full" / name, tmp_path)
-    shutil.copy(golden / "tiny_full" / "decode_f32_noquant_after18.npz", tmp_path / "decode_f32_noquant_after999.npz")
-    with pytest.raises(ValueError, match=r"after999\.npz: steps from position 999"):
-        parity.check(tmp_path)
+    shutil.copy(golden / "tiny_text" / "replay_decoder_f32_quant.npz", tmp_path)
+    assert parity.check(tmp_path) == ([], [f"replay_decoder_f32_quant: {parity_decode.NO_IMAGES}"])
 
 
 def test_a_bfloat16_trace_names_its_missing_float32_twin(coarse):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsflash_jax import engram, model
+from dsflash_jax import draft, engram, model, quant
 from dsflash_jax.config import Compute, Config, RopeScaling
-from dsflash_jax.flow import Batch
+from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weight, map_weights
 
 # Window, ratio-2 Full and Reuse, ratio-1 Full (publishing), Reuse, Reindex, Reuse.
@@ -86,6 +86,16 @@ def batch(c: Config, tokens: Any, lengths: list[list[int]] | None = None) -> Bat
 def tokens(c: Config, rows: int, width: int, seed: int = 0) -> np.ndarray:
     """Random ids [rows, width]."""
     return np.random.default_rng(seed).integers(0, c.vocab_size, (rows, width), dtype=np.int32)
+
+
+def rings(setup: Setup, w: Any, taps: jax.Array, at: jax.Array) -> draft.Rings:
+    """The draft stages' windows that end at position `at` [B], from the taps [N, B, T, D] of whole rows, unordered."""
+    size, (_, rows, width, _) = setup.config.sliding_window, taps.shape
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (rows, width))
+    keys = setup.rounding("window_fp8", quant.Q8)(draft.main_keys(setup, w, taps, positions))  # [Z, B, T, Dh]
+    index = at[:, None] - jnp.arange(size, dtype=jnp.int32)[None]
+    held = jax.vmap(lambda row, i: row[:, i], in_axes=(1, 0), out_axes=1)(keys, jnp.maximum(index, 0))
+    return draft.Rings(held, index >= 0, at)
 
 
 def worst(got: Any, want: Any) -> dict[str, float]:
