@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import cache as caches
-from dsflash_jax import costs, draft, engram, layers, model, modes
+from dsflash_jax import costs, draft, engram, layers, model, modes, params
 from dsflash_jax.cache import Cache, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup, Shared, Stream
@@ -123,13 +123,15 @@ def encode(
     c, last, size = setup.config, boundary(setup.config), setup.config.sliding_window
     batch = replace(piece(c, cache, tokens, count, classes), images=images)
     w, ctx, stream = model.enter(setup, w, batch, held=cache)
-    plan = modes.plan(c.table)
-    nodes, below = model.between(plan, w["layers"], 0, last)
-    stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
+    plan, lower = modes.plan(c.table), None
+    if last:
+        nodes, below = model.between(plan, w["layers"], 0, last)
+        stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
+        lower = out.made
     (node,), own = model.between(plan, w["layers"], last, last + 1)
     assert isinstance(node, modes.LayerSpec)
     source = layers.kv_only(setup, node, own[modes.name(node)], stream, replace(ctx, layer=last))
-    made = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out.made, source)
+    made = source if lower is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), lower, source)
     made = _with_history(c, cache, made, tokens, classes)
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (end.stream, end.tokens), (stream, tokens))
     kept = jax.tree.map(lambda a: caches.recent(a, size + count, size), joined)
@@ -206,6 +208,11 @@ class Decoder:
         self._extend, self._encode, self._replay = jit(self._run_extend), jit(self._run_encode), jit(self._run_replay)
         self._step = jit(self._run_step)
         self.grow = jax.jit(caches.grow, static_argnames="capacity", donate_argnames="cache")
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the weights."""
+        return params.digest(self.w)
 
     def begin(self, rows: int, tokens: int) -> Cache:
         """An empty cache with room for `tokens` a row."""

@@ -81,15 +81,17 @@ def products(lowered: jax.stages.Lowered, c: Config) -> dict[str, int]:
 
 
 def measure(c: Config, context: int) -> dict[str, Any]:
-    """FLOPs of one decoded token by part, as `costs` has them and in the program, and in all what XLA's CPU compiler
-    made of that."""
+    """FLOPs of one decoded token by part, as `costs` has them and in the program; what the report's way of counting
+    makes of each; and in all what XLA's CPU compiler made of the program."""
     lowered = lower(c, context)
     # The least effort of the compiler: no product depends on it.
-    text = lowered.compile({"xla_backend_optimization_level": 0, **program.KEPT}).as_text()
+    text = lowered.compile({"xla_backend_optimization_level": "0", **program.KEPT}).as_text()
     assert text is not None, "XLA's CPU compiler hands out what it made"
+    alike, report = (costs.flops(costs.decode(c, context), way) for way in ("alike", "fp8"))
     return {
         "context": context,
-        "describe": costs.flops(costs.decode(c, context), "alike"),
+        "describe": alike,
+        "weight": {part: report[part] / alike[part] for part in alike},
         "program": products(lowered, c),
         "compiled": sum(program.products(text).values()),
     }
@@ -114,9 +116,13 @@ def main(c: Config) -> dict[str, Any]:
 
 def _ratio(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The last step over the first one, by each way of counting."""
-    of = lambda key, at: at[key] if key == "compiled" else sum(at[key].values())  # noqa: E731
-    ratios = {key: of(key, steps[-1]) / of(key, steps[0]) for key in ("describe", "program", "compiled")}
-    return {key: float(share) for key, share in ratios.items()}
+    first, last = steps[0], steps[-1]
+    out = {key: sum(last[key].values()) / sum(first[key].values()) for key in ("describe", "program")}
+    out["compiled"] = last["compiled"] / first["compiled"]
+    for key in ("describe", "program"):
+        ways = [sum(n * at["weight"].get(part, 1) for part, n in at[key].items()) for at in (first, last)]
+        out[f"{key}, FP4 half and bf16 double"] = ways[1] / ways[0]
+    return out
 
 
 def _table(steps: list[dict[str, Any]]) -> Table:
