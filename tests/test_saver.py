@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,18 @@ import numpy as np
 import pytest
 from tiny_run import tiny, write_corpus
 
-from dsflash_jax import model
-from dsflash_jax.config import Config
+from dsflash_jax import model, sharding
+from dsflash_jax.config import Config, Quantize
+from dsflash_jax.overrides import find, override
 from dsflash_jax.params import leaves
+from dsflash_jax.sharding import Layout
 from train.config import Run
-from train.saver import NotSaved, Saver
+from train.saver import NotSaved, Saver, read_weights
 from train.step import TrainState
 
+NGRAMS = find("demo").model.with_modes(
+    "Se", hidden_size=16, moe_intermediate_size=8, engram_vocab_size=17, engram_n_heads=1, engram_num_embeddings=(59,)
+)
 POSITION = {"step": 3, "split": "train"}
 # Values that a detour over another dtype would change.
 STATE = TrainState(
@@ -232,3 +239,46 @@ def test_a_checkpoint_that_cannot_be_written_says_what_is_kept(run: Run, monkeyp
         monkeypatch.setattr(saver._manager, "save", full)
         with pytest.raises(NotSaved, match=r"step 2 could not .*No space left.*; the checkpoint of step 1 is kept"):
             saver.save(at(2), POSITION)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_weights_alone_come_from_the_newest_checkpoint_that_can_be_read(run: Run) -> None:
+    wide = replace(run, compute=replace(run.compute, dtype="bfloat16"), layout=Layout(fsdp=4), model=NGRAMS)
+    states = {}
+    with opened(wide) as saver:  # on four devices the n-gram table is filled up
+        for step in (1, 2, 3):
+            params = model.init(sharding.stored(model.declare(NGRAMS), wide.layout), jax.random.key(step))
+            states[step] = at(step).replace(params=params)
+            saver.save(states[step], POSITION)
+    (Path(run.out) / "config.json").write_text(json.dumps(NGRAMS.to_json()))
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["2", "3"]
+    damage(saver.folder / "3", "values")
+    said: list[str] = []
+    change = lambda use: override(use, ["quantize.kv_fp4=true"])  # noqa: E731
+    step, use, w = read_weights(run.out, change, said.append)
+    gc.collect()
+    assert (step, use.model, use.compute) == (2, NGRAMS, wide.compute)
+    assert use.quantize == Quantize(kv_fp4=True)
+    assert len(said) == 1 and said[0].startswith("skipped the checkpoint of step 3: ")
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["2", "3"]  # only read
+    table = lambda w: w["layers"]["layer0"]["engram"]["embed"]  # noqa: E731
+    want = jax.device_get(states[2].params)
+    assert (len(table(want)), len(table(w))) == (60, 59)
+    want["layers"]["layer0"]["engram"]["embed"] = table(want)[:59]
+    jax.tree.map(np.testing.assert_array_equal, want, dict(w))
+
+
+def test_weights_are_not_read_where_no_run_is_or_another_models_are(run: Run, tmp_path: Path) -> None:
+    keep = lambda use: use  # noqa: E731
+    with pytest.raises(ValueError, match="is not the folder of a run, as it lacks config.json or checkpoints"):
+        read_weights(str(tmp_path / "nowhere"), keep, print)
+    (Path(run.out) / "checkpoints").mkdir(parents=True)
+    (Path(run.out) / "config.json").write_text(json.dumps(run.model.to_json()))
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        read_weights(run.out, keep, print)
+    with opened(run) as saver:
+        saver.save(STATE, POSITION)
+    with pytest.raises(
+        ValueError, match=r"the arrays of step 3 do not fit this model: a\.w was 'float32\[3\]', is absent"
+    ):
+        read_weights(run.out, keep, print)

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from dsflash_jax.config import need
+from dsflash_jax import model, sharding
+from dsflash_jax.config import Compute, Config, Quantize, build, need
+from dsflash_jax.params import Weights, map_weights
 from dsflash_jax.sharding import Layout
 from train import hosts, placement
 from train.config import Run
 from train.step import TrainState
 
 IDENTITY = ("model", "objective", "quantize", "optim", "data", "steps", "seed")  # what a continued run must not change
+HOW = ("layout", "compute")  # how a checkpoint was made, which its numbers do not depend on
 FREE = ("source", "prefetch")  # of data: the documents are compared by their content when the position is restored
 WRITE = 600  # seconds that hosts wait for each other at the end of a checkpoint
 BUCKET = "gs://"
@@ -96,7 +99,7 @@ class Saver:
         self.finish()
         if step == self.latest():
             return
-        run = {**self._identity, "layout": asdict(self._run.layout)}
+        run = self._identity | {key: asdict(getattr(self._run, key)) for key in HOW}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data), run=ocp.args.JsonSave(run)
         )
@@ -188,9 +191,67 @@ def start_from(run: Run, like: TrainState) -> TrainState:
         raise ValueError(f"{named}: the checkpoint of step {told} is damaged ({error}); remove {at / told}") from error
 
 
-def _open(at: Any, processes: Any, **options: Any) -> Any:
+@dataclass(frozen=True)
+class Inference:
+    """What the weights of a run are used with: `override` changes it as it changes a run."""
+
+    model: Config
+    compute: Compute = field(default_factory=Compute)
+    quantize: Quantize = field(default_factory=Quantize)
+
+
+def read_weights(
+    out: str, change: Callable[[Inference], Inference], say: Callable[[str], None]
+) -> tuple[int, Inference, Weights]:
+    """Step, use and weights, and nothing else, of the newest checkpoint of a run's folder that can be read.
+
+    `change` alters what the run stored of their use. The folder is only read, and `say` is told of damaged checkpoints.
+    Raises ValueError if it is no folder of a run, all checkpoints are damaged, or the arrays do not fit the model.
+    """
+    at, config = checkpoints(out), folder(out) / "config.json"
+    need(at.is_dir() and config.is_file(),
+         f"{out} is not the folder of a run, as it lacks config.json or checkpoints: give the out= of one")  # fmt: skip
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    architecture = Config.from_json(config)
+    reader = _open(at, _alone(), ocp.PyTreeCheckpointHandler)
+    try:
+        steps = sorted(reader.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                return step, *_weights_of(reader, step, architecture, change)
+            except Damaged as error:
+                say(f"skipped the checkpoint of step {step}: {error}")
+    finally:
+        reader.close()
+    need(len(steps) > 0, f"{out} has no checkpoint yet: train that run first, or give another one")
+    raise ValueError(f"{at}: every checkpoint is damaged; train the run anew")
+
+
+def _weights_of(
+    reader: Any, step: int, architecture: Config, change: Callable[[Inference], Inference]
+) -> tuple[Inference, Weights]:
+    """One checkpoint of a run of this architecture. Raises Damaged."""
+    with _reading():
+        saved = reader.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        stored = _arrays(reader.item_metadata(step)["state"].tree["params"])
+    compute, quantize = (build(cls, saved.get(cls.__name__.lower(), {}), "checkpoint") for cls in (Compute, Quantize))
+    use = change(Inference(architecture, compute, quantize))
+    declared = model.declare(use.model)
+    shape = lambda w: jax.ShapeDtypeStruct(w.full_shape, jnp.float32)  # noqa: E731
+    expected = map_weights(shape, sharding.stored(declared, Layout(**saved.get("layout", {}))))
+    if wrong := sorted(differences("", stored, _arrays(expected))):
+        raise ValueError(f"{reader.directory}: the arrays of step {step} do not fit this model: {'; '.join(wrong)}")
+    like = {"params": jax.tree.map(_placed, map_weights(shape, declared))}
+    how = lambda a: ocp.ArrayRestoreArgs(sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False)  # noqa: E731
+    args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(how, like), partial_restore=True)
+    with _reading():
+        params = reader.restore(step, args=ocp.args.Composite(state=args))["state"]["params"]
+        return use, jax.block_until_ready(params)
+
+
+def _open(at: Any, processes: Any, state: Any = ocp.StandardCheckpointHandler, **options: Any) -> Any:
     handlers = {
-        "state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+        "state": state(multiprocessing_options=processes),
         "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
         "run": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
     }
@@ -215,7 +276,8 @@ def _read(
     try:
         with _reading():
             saved = reader.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        wrote = Layout(**saved.pop("layout", asdict(run.layout)))
+        how = {key: saved.pop(key, asdict(getattr(run, key))) for key in HOW}
+        wrote = Layout(**how["layout"])
         changed = [] if identity is None else sorted(differences("", saved, identity))
         if changed:
             raise ValueError(
