@@ -18,15 +18,17 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import cache as caches
-from dsflash_jax import costs, draft, engram, layers, model, modes, params
+from dsflash_jax import costs, draft, engram, layers, model, modes, params, sampling
 from dsflash_jax.cache import Cache, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup, Shared, Stream
 from dsflash_jax.params import Weights
+from dsflash_jax.sampling import Settings
 from dsflash_jax.sharding import Layout
 from dsflash_jax.vision import Images
 
 PREFILLS = ("full", "replay")
+Drawn = tuple[Int[Array, " B"], Float[Array, " B"]]  # a token of each row, and its log-probability under the model
 LEAST = 256  # tokens that a cache has room for, at least: what is smaller is compiled as often and saves nothing
 
 
@@ -206,8 +208,9 @@ class Decoder:
         self.classes, self.packed, self.chunk = classes, packed, chunk
         jit = partial(jax.jit, donate_argnames="cache")
         self._extend, self._encode, self._replay = jit(self._run_extend), jit(self._run_encode), jit(self._run_replay)
-        self._step = jit(self._run_step)
-        self.grow = jax.jit(caches.grow, static_argnames="capacity", donate_argnames="cache")
+        self._step, self._draw = jit(self._run_step), jit(self._run_draw)
+        self._first = jax.jit(self._run_first)
+        self.grow = jax.jit(caches.grow, static_argnames="capacity")  # no array that grows could be reused
 
     @cached_property
     def digest(self) -> str:
@@ -283,6 +286,14 @@ class Decoder:
         """Append one of `tokens` [B] to each row whose `count` [B] is 1, not 0; float32 logits [B, V] behind it."""
         return self._step(self.w, cache, tokens, count)
 
+    def first(self, cache: Cache, y: Float[Array, "B D"], settings: Settings) -> Drawn:
+        """The token behind each row's prompt, drawn from what `prefill` returned."""
+        return self._first(self.w["head"], y, settings, cache.length)
+
+    def draw(self, cache: Cache, tokens: Any, count: Any, settings: Settings) -> tuple[Cache, Drawn]:
+        """`step`, and the token behind it drawn for each row: one program, nothing of which the host needs to see."""
+        return self._draw(self.w, cache, tokens, count, settings)
+
     def logits(self, y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """What the head makes of hidden states, float32."""
         return model.logits(self.w["head"], y)
@@ -296,6 +307,18 @@ class Decoder:
     def _run_step(self, w: Weights, cache: Cache, tokens: Array, count: Array) -> tuple[Cache, Array]:
         cache, y = proceed(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
         return cache, model.logits(w["head"], y[:, 0])
+
+    def _run_first(self, head: Array, y: Array, settings: Settings, position: Array) -> Drawn:
+        logits = model.logits(head, y)
+        logp, key = sampling.distribution(logits, settings), sampling.at(settings, position, sampling.PLAIN)
+        ids = sampling.draw(logp, key)
+        return ids, sampling.log_probability(logits, ids)
+
+    def _run_draw(
+        self, w: Weights, cache: Cache, tokens: Array, count: Array, settings: Settings
+    ) -> tuple[Cache, Drawn]:
+        cache, y = proceed(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
+        return cache, self._run_first(w["head"], y[:, 0], settings, cache.length)
 
     def _run_encode(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, end: End, images: Any

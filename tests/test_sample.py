@@ -1,22 +1,63 @@
-"""sample.py: greedy and random continuation by full forward passes."""
+"""sample.py: rows that go on from their prompts, against full forward passes; the text that they say."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from dsflash_jax import model
-from dsflash_jax.flow import Setup
-from dsflash_jax.sample import continue_ids
+from dsflash_jax import decode, engram, model, vision
+from dsflash_jax.config import VisionConfig
+from dsflash_jax.decode import Decoder
+from dsflash_jax.flow import Batch, Setup
+from dsflash_jax.sample import Request, Text, collect, generate
+from dsflash_jax.speculate import Speculator, oracle
 
-C = dataclasses.replace(tiny.T, hc_mult=2, eos_token_id=39).with_modes("S F2")
-PROMPT = np.array([5, 9, 3, 7], np.int32)
-COUNT = 6
-KEY = jax.random.key(0)
+EOS, IMAGE = 39, 38
+TOWER = VisionConfig(
+    num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, patch_size=2, downsample_ratio=1,
+    max_image_tokens=16, min_pixels=4,
+)  # fmt: skip
+C = dataclasses.replace(
+    tiny.with_modes("Se F2"), hc_mult=2, eos_token_id=EOS, image_token_id=IMAGE, vision=TOWER,
+    max_position_embeddings=64, dspark_block_size=3,
+)  # fmt: skip
+SETUP = Setup(C, tiny.STRICT)
+GRID, START = (1, 2), 1  # an image of two patches behind the first token: START IMAGE IMAGE NEWLINE END
+QUICK = partial(jax.jit, compiler_options=tiny.QUICK)
+WIDTH = 32  # tokens of a row of the full forward pass
+PROMPTS = ([5, 9, 3, 7], [6], [8, *[IMAGE] * 5, 4], [2, 30, 4, 4, 1, 12, 25, 3, 3])
+LENGTHS = (6, 14, 8, 10)  # new tokens: rows end one after the other, and two caches of 8 and 16 tokens become full
+ONE, TWO, SEES, LONG = range(4)
+
+
+def picture():
+    """The image of a row, with room for one patch more than it has."""
+    width = vision.CHANNELS * TOWER.patch_size**2
+    drawn = np.random.default_rng(3).standard_normal((2, width)).astype(np.float32)
+    return vision.collate([[(START, drawn, GRID)]], C, 7, slots=1, patches=3)
+
+
+def request(row, **changes):
+    images = picture() if row == SEES else None
+    return Request(
+        **{"prompt": PROMPTS[row], "max_tokens": LENGTHS[row], "temperature": 0.0, "images": images} | changes
+    )
+
+
+MIXED = (
+    request(ONE, temperature=1.0, seed=3),
+    request(TWO, temperature=0.7, top_k=5, seed=4),
+    request(SEES, temperature=2.0, min_p=0.1, seed=5),
+    request(LONG, temperature=1.3, top_p=0.8, seed=6),
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,56 +65,181 @@ def w():
     return tiny.weights(C)
 
 
-def greedy(c, w):
-    return continue_ids(Setup(c, tiny.STRICT), w, PROMPT, COUNT, 0.0, KEY)
+@pytest.fixture(scope="module")
+def decoder(w):
+    """With little compiling, and with caches so small that they grow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", QUICK)
+        made = Decoder(SETUP, w)
+        patch.undo()
+        patch.setattr(decode, "LEAST", 8)
+        with jax.numpy_dtype_promotion("strict"):
+            yield made
 
 
 @pytest.fixture(scope="module")
-def continued(w):
-    return greedy(C, w)
+def greedy(decoder):
+    return collect(generate(decoder, [request(row) for row in range(4)]))
 
 
-def test_greedy_takes_the_argmax_of_each_full_forward(w, continued):
+@pytest.fixture(scope="module")
+def full(w):
+    """The plain way: a full forward pass for every token, over a row of fixed width."""
+
     @tiny.jit
-    def best(w, batch):
-        y, _ = model.forward(Setup(C, tiny.STRICT), w, batch)
-        return model.logits(w["head"], y).argmax(axis=-1)
+    def logits(w, batch):
+        return model.logits(w["head"], model.forward(SETUP, w, batch)[0])
 
-    ids = list(PROMPT)
-    width = len(PROMPT) + COUNT
-    for _ in range(COUNT):
-        row = np.zeros((1, width), np.int32)
+    at = np.arange(WIDTH, dtype=np.int32)[None]
+
+    def behind(ids, images):
+        row = np.zeros((1, WIDTH), np.int32)
         row[0, : len(ids)] = ids
-        ids.append(int(best(w, tiny.batch(C, row, [[len(ids)]]))[0, len(ids) - 1]))
-    assert len(set(ids[len(PROMPT) :])) > 1
-    np.testing.assert_array_equal(continued, ids[len(PROMPT) :])
+        table = engram.rows(row.astype(np.int64), at, engram.layout(C), C.engram_pad_token_id, row == IMAGE)
+        images = vision.collate([[]], C, WIDTH, 1, 3) if images is None else images
+        batch = Batch(row, (at < len(ids)).astype(np.int32), at, engram_rows=table, images=images)
+        return np.asarray(logits(w, batch))[0, len(ids) - 1]
+
+    return behind
 
 
-def test_a_continuation_ends_before_end_of_sequence(w, continued):
-    last = int(continued[3])
-    first = list(continued).index(last)
-    np.testing.assert_array_equal(greedy(dataclasses.replace(C, eos_token_id=last), w), continued[:first])
+def test_greedy_rows_take_the_likeliest_token_of_each_full_forward(greedy, full):
+    for row, made in enumerate(greedy):
+        ids, logp = list(PROMPTS[row]), []
+        for _ in range(LENGTHS[row]):
+            row_logits = full(ids, request(row).images)
+            ids.append(int(row_logits.argmax()))
+            logp.append(float(jax.nn.log_softmax(row_logits)[ids[-1]]))
+            if ids[-1] == EOS:
+                break
+        assert list(made.ids) == ids[len(PROMPTS[row]) :]
+        np.testing.assert_allclose(made.log_probabilities, logp, atol=1e-4)  # float32 sums in another order
+    assert len({made.ids for made in greedy}) == 4 and len(set(greedy[ONE].ids)) > 1
 
 
-def test_low_temperature_is_greedy_and_high_temperature_follows_the_key(w, continued):
-    draw = lambda temperature, seed: continue_ids(  # noqa: E731
-        Setup(C, tiny.STRICT), w, PROMPT, COUNT, temperature, jax.random.key(seed)
-    )
-    np.testing.assert_array_equal(draw(1e-4, 1), continued)
-    first, again, other = draw(5.0, 1), draw(5.0, 1), draw(5.0, 2)
-    np.testing.assert_array_equal(first, again)
-    assert list(first) != list(other)
+def test_a_row_says_the_same_alone_and_in_any_batch(decoder):
+    together = collect(generate(decoder, MIXED))
+    assert [len(made.ids) for made in together] == list(LENGTHS)
+    turned = collect(generate(decoder, MIXED[::-1]))[::-1]
+    for row, (made, other) in enumerate(zip(together, turned, strict=True)):
+        assert made.ids == other.ids
+        if row in (ONE, TWO):  # the others would be more programs to compile
+            assert collect(generate(decoder, [MIXED[row]]))[0].ids == made.ids
+
+
+def test_another_seed_says_something_else_and_the_same_one_the_same(decoder):
+    draw = lambda seed: collect(generate(decoder, [request(TWO, temperature=5.0, seed=seed)]))[0].ids  # noqa: E731
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_row_ends_with_end_of_sequence_or_a_stop_id_which_are_its_last_id(decoder, greedy):
+    last = greedy[TWO].ids[3]
+    upto = greedy[TWO].ids[: greedy[TWO].ids.index(last) + 1]
+    (made,) = collect(generate(decoder, [request(TWO, stop_ids=(last,))], text_of=lambda i: b"%d " % i))
+    assert (made.ids, made.finish) == (upto, "stop")
+    assert made.text == "".join(f"{i} " for i in upto[:-1])
+    ends = copy.copy(decoder)  # its programs do not know which id ends a sequence
+    ends.setup = dataclasses.replace(SETUP, config=dataclasses.replace(C, eos_token_id=last))
+    (made,) = collect(generate(ends, [request(TWO)]))
+    assert (made.ids, made.finish) == (upto, "eos")
+
+
+def test_a_stop_string_across_tokens_ends_a_row_and_is_no_part_of_its_text(decoder, greedy):
+    ids = greedy[TWO].ids
+    text = "".join(f"<{i}é>" for i in ids)
+    half = lambda i: f"<{i}é>".encode()  # noqa: E731
+    end = len("".join(f"<{i}é>" for i in ids[:5])) + 1
+    stop = text[end - 4 : end]  # the end of one token and the beginning of the next
+    first = text.index(stop)
+    assert ">" in stop and stop.endswith("<")
+    events = list(generate(decoder, [request(TWO, stop=("never", stop))], text_of=half))
+    (made,) = collect(events)
+    assert (made.text, made.finish) == (text[:first], "stop")
+    assert all(text[:first].startswith("".join(e.text for e in events[: n + 1])) for n in range(len(events)))
+    assert made.ids == ids[: len(made.ids)] and len(made.ids) <= 6
+
+
+def test_rounds_of_drafts_say_the_same_and_are_cut_where_a_row_ends(decoder, greedy, monkeypatch):
+    monkeypatch.setattr(jax, "jit", QUICK)
+    known = np.zeros((4, 64), np.int32)  # what follows each prompt; two of row ONE's drafts are wrong
+    for row, made in enumerate(greedy):
+        known[row, len(PROMPTS[row]) :][: len(made.ids)] = made.ids
+    known[ONE, 6:8] += 1
+    speculator = Speculator(decoder, most=3, proposer=oracle(known, C.vocab_size, 3))
+    events = list(generate(decoder, [request(row) for row in range(4)], speculator=speculator))
+    for made, want in zip(collect(events), greedy, strict=True):
+        assert (made.ids, made.finish) == (want.ids, want.finish)
+        np.testing.assert_allclose(made.log_probabilities, want.log_probabilities, atol=1e-4)
+    news = [[len(e.ids) for e in events if e.row == row] for row in range(4)]
+    assert news == [[1, 2, 1, 2], [1, 4, 4, 4, 1], [1, 4, 3], [1, 4, 4, 1]]
+
+
+def test_with_room_from_the_start_the_cache_does_not_grow(decoder, greedy, monkeypatch):
+    monkeypatch.setattr(decoder, "grow", None)
+    assert collect(generate(decoder, [request(row) for row in range(4)], room=32)) == greedy
+    with pytest.raises(TypeError):
+        collect(generate(decoder, [request(row) for row in range(4)]))
+
+
+def naive(data: bytes, stops: list[str]) -> tuple[str, bool]:
+    """The text up to the first character that completes a stop string, without the longest that it completes."""
+    text = data.decode("utf-8", errors="replace")
+    for end in range(1, len(text) + 1):
+        if complete := [s for s in stops if text[:end].endswith(s)]:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+LETTERS = st.sampled_from(["a", "b", "é", "€", "😀", "\N{REPLACEMENT CHARACTER}"])
+PIECES = st.lists(st.one_of(LETTERS.map(str.encode), st.binary(max_size=2)), max_size=8)
+
+
+@given(PIECES, st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3), st.integers(1, 8))
+@example([b"baab"], ["baab", "aa"], 8)  # the one that begins later is complete first
+@example([b"baab"], ["aa", "baa"], 8)  # both complete at once
+def test_text_does_not_depend_on_where_its_bytes_are_cut(pieces, stops, size):
+    data = b"".join(pieces)
+    reader, text, ended = Text(tuple(stops)), "", False
+    for start in range(0, max(len(data), 1), size):
+        more, ended = reader.read(data[start : start + size], last=start + size >= len(data))
+        text += more
+        if ended:
+            break
+    assert (text, ended) == naive(data, stops)
+
+
+def test_only_what_may_be_a_stop_string_or_a_character_is_held_back():
+    reader = Text(("abc", "cd"))
+    said = [reader.read(piece)[0] for piece in (b"xa", b"b", b"a", b"z\xc3", b"\xa9c", b"e")]
+    assert said == ["x", "", "ab", "az", "é", "ce"]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "count", "message"),
+    ("changes", "message"),
     [
-        ([], 1, "the prompt is empty"),
-        ([40], 1, r"must lie in 0\.\.39, got 40\.\.40"),
-        ([-1, 3], 1, r"must lie in 0\.\.39, got -1\.\.3"),
-        ([1, 2], 4095, "exceed max_position_embeddings=4096"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [40]}, r"must lie in 0\.\.39, got 40\.\.40"),
+        ({"prompt": [-1, 3]}, r"must lie in 0\.\.39, got -1\.\.3"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        (
+            {"max_tokens": 61},
+            "4 prompt ids and max_tokens=61 .* exceed max_position_embeddings=64: ask for 60 or fewer",
+        ),
+        ({"prompt": [1] * 64, "max_tokens": 1}, "exceed max_position_embeddings=64: shorten the prompt"),
+        ({"temperature": -1.0}, "temperature of row 0 is -1"),
+        ({"stop_ids": (40,)}, r"stop ids must lie in 0\.\.39"),
+        ({"stop": ("a",)}, "stop strings need the text of ids"),
+        ({"stop": ("",)}, "a stop string is empty"),
+        ({"images": vision.Images(*(np.zeros((2, *[0] * n)) for n in (3, 2, 1)))}, "its own row, got those of 2 rows"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(w, prompt, count, message):
+def test_what_cannot_be_met_is_refused_before_anything_runs(decoder, changes, message):
     with pytest.raises(ValueError, match=message):
-        continue_ids(Setup(C, tiny.STRICT), w, np.array(prompt, np.int32), count, 0.0, KEY)
+        generate(decoder, [request(ONE, **changes)])
+
+
+def test_a_batch_without_rows_and_an_unknown_prefill_are_refused(decoder):
+    with pytest.raises(ValueError, match="at least one request"):
+        generate(decoder, [])
+    with pytest.raises(ValueError, match="got 'half'"):
+        generate(decoder, [request(ONE)], prefill="half")

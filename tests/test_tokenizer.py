@@ -49,3 +49,10 @@ def test_vocabulary_is_259_and_rounds_up_to_a_multiple():
     assert [tokenizer.padded_vocab_size(m) for m in (1, 7, 8, 128)] == [259, 259, 264, 384]
     with pytest.raises(ValueError, match="positive multiple, got 0"):
         tokenizer.padded_vocab_size(0)
+
+
+@given(st.lists(st.integers(0, 300)))
+def test_the_bytes_of_ids_one_by_one_are_the_text_of_all(ids):
+    assert b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace") == tokenizer.decode(ids)
+    with pytest.raises(ValueError, match="got -1"):
+        tokenizer.bytes_of(-1)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from errno import EISDIR, ENOTDIR
@@ -24,10 +24,10 @@ from rich.console import Console
 
 from dsflash_jax import engram, layout_sheet, model, sample
 from dsflash_jax.config import Config
+from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch
 from dsflash_jax.loss import CrossEntropy
 from dsflash_jax.params import leaves
-from dsflash_jax.vision import Images
 from train import data, hosts, metrics, step, tokenizer
 from train.config import Run
 from train.data import Batches
@@ -40,6 +40,7 @@ FILES = ("config.json", "metrics.jsonl", "loss.png", "sample.txt")  # what a run
 AS_ASKED = "as asked"  # why a run stopped at the step `until`
 READ = 8  # held-out pictures that the sample at the end reads
 SHOWN = 3  # names that a message lists before it counts the rest
+RowsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ids [B,T], positions [B,T] to rows [B,T,tables,N]
 
 
 class NonFinite(RuntimeError):
@@ -199,7 +200,7 @@ def _read(config: Run, placement: Placement) -> tuple[Batches, list[Batch]]:
     return batches("train", own=own), [placement.put(Batch(**b)) for b in heldout]
 
 
-def row_reader(c: Config) -> sample.RowsOf | None:
+def row_reader(c: Config) -> RowsOf | None:
     """What gives the n-gram table rows of byte ids at positions; None for a model without n-gram memory.
 
     A byte has no other spellings to merge, so the compressed vocabulary is the identity over the model's ids. What has
@@ -393,23 +394,20 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
         metrics.say(console, "no sample: generation runs on one device")
         return None
     c = config.model
-
-    def go_on(prompt: np.ndarray, images: Images | None = None) -> str:
-        key = jax.random.key(config.seed)
-        ids = sample.continue_ids(
-            config.inference, state.params, prompt, config.sample_tokens, config.sample_temperature, key,
-            row_reader(c), images,
-        )  # fmt: skip
-        return tokenizer.decode(ids)
-
+    pictures = [] if c.vision is None else list(data.shown(config.data, c, READ))
+    asked = partial(
+        sample.Request, max_tokens=config.sample_tokens, temperature=config.sample_temperature, seed=config.seed
+    )
+    requests = [asked(prompt, images=images) for _, prompt, images in pictures]
     if c.vision is None:
-        prompt = np.concatenate([[c.bos_token_id], tokenizer.encode(config.sample_prompt)])
-        text = config.sample_prompt + go_on(prompt)
+        requests = [asked(np.concatenate([[c.bos_token_id], tokenizer.encode(config.sample_prompt)]))]
+    decoder = Decoder(config.inference, state.params)  # bytes have no other spellings, so n-grams are of the ids
+    made = sample.collect(sample.generate(decoder, requests, text_of=tokenizer.bytes_of)) if requests else []
+    if c.vision is None:
+        text = config.sample_prompt + made[0].text
     else:
-        text = "".join(
-            f"{document.text.decode()} read as {go_on(prompt, images)!r}\n"
-            for document, prompt, images in data.shown(config.data, c, READ)
-        )
+        said = zip(pictures, made, strict=True)
+        text = "".join(f"{document.text.decode()} read as {one.text!r}\n" for (document, *_), one in said)
     (out / "sample.txt").write_text(text)
     console.rule("sample")
     metrics.say(console, text)

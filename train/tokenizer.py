@@ -39,3 +39,15 @@ def decode(ids: Int[np.ndarray, " T"] | list[int]) -> str:
     ids = ids[ids >= SPECIALS]
     data = np.where(ids < vocab_size, ids - SPECIALS, _INVALID).astype(np.uint8)
     return data.tobytes().decode("utf-8", errors="replace")
+
+
+def bytes_of(token: int) -> bytes:
+    """What one id adds to a text: a byte; nothing for a special id, and for one from 259 on a byte that is no UTF-8.
+
+    So `decode` of some ids is their bytes together, decoded with replacement. A negative id raises ValueError.
+    """
+    if token < 0:
+        raise ValueError(f"ids are from 0 to {vocab_size - 1}, got {token}")
+    if token < SPECIALS:
+        return b""
+    return bytes([token - SPECIALS if token < vocab_size else _INVALID])
