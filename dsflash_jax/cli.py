@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(f"unexpected {' '.join(rest)} (see dsflash {arguments[0]} --help)")
     if rest:  # overrides behind an option: argparse takes them in one place only
         parsed.overrides = [*parsed.overrides, *rest]
-    check_writable(parsed.json)
+    check_writable(parsed.json, "--json")
     return int(parsed.function(parsed))
 
 
@@ -62,8 +62,8 @@ def refuse(message: object) -> NoReturn:
     raise SystemExit(WRONG_USE)
 
 
-def check_writable(path: Path | None) -> None:
-    """Make the folder of a --json path; one that cannot be written is refused before any work is done for it."""
+def check_writable(path: Path | None, flag: str) -> None:
+    """Make the folder of a flag's path; one that cannot be written is refused before any work is done for it."""
     if path is None:
         return
     try:
@@ -73,7 +73,7 @@ def check_writable(path: Path | None) -> None:
         if new:
             path.unlink()  # a run that fails leaves no empty result
     except OSError as error:
-        refuse(f"--json {path} cannot be written: {error.strerror}; give the path of a file")
+        refuse(f"{flag} {path} cannot be written: {error.strerror}; give the path of a file")
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,14 +148,23 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
         "--topology", metavar="KIND:SIZE", required=True, help="v5p:4x8x8; with --search the kind alone"
     )
     compile_.add_argument("--seq-len", metavar="N", type=int, help="tokens of a row, in place of data.seq_len")
-    compile_.add_argument(
-        "--mesh", metavar="AXIS=N,...", help="the axes of the layout, in place of its own; others are 1"
-    )
-    compile_.add_argument(
-        "--no-code", action="store_true", help="stop when memory is laid out: minutes, not a quarter hour"
-    )
+    compile_.add_argument("--mesh", metavar="AXIS=N,...", help="axes of the layout, in place of its own; others are 1")
+    compile_.add_argument("--no-code", action="store_true", help="stop when memory is laid out, after some minutes")
     compile_.add_argument("--search", action="store_true", help="find the smallest topology of the kind that it fits")
     add_overrides(compile_)
+
+    from train import flags
+
+    generate = add(
+        commands,
+        run_generate,
+        "generate",
+        "go on from a prompt, or from a file of prompts, with a trained model",
+        flags.GENERATE,
+        "dsflash generate runs/demo --prompt 'def ' --max-tokens 200 --temperature 0.7",
+    )
+    flags.add(generate)
+    add_overrides(generate)
 
     bench = commands.add_parser(
         "bench",
@@ -269,6 +278,25 @@ def run_compile(arguments: argparse.Namespace) -> int:
         refuse(error)
     write_json(arguments.json, made)
     return int(not made["fits"])
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """`dsflash generate`."""
+    check_writable(arguments.out, "--out")
+    from train import flags, generate
+    from train.prompts import Line
+
+    a = arguments
+    common = {key: value for key in flags.DRAWING if (value := getattr(a, key)) is not None}
+    try:
+        made = generate.main(generate.Asked(
+            a.source, a.overrides, a.prompts, Line(a.prompt, a.ids), a.out, common, a.logprobs, a.batch, a.prefill,
+            a.compare_exact, a.draft, a.threshold, a.chunk,
+        ))  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        refuse(error)
+    write_json(a.json, made)
+    return int(not made["finished"])
 
 
 def run_bench_layouts(arguments: argparse.Namespace) -> int:
