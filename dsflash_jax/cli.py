@@ -31,6 +31,8 @@ parameter is split, the memory of a device by kind, FLOPs, collectives and compi
 Exit status 1 if it does not fit."""
 
 
+DECODE = """Decode from fresh weights behind a cache of zeros and print tokens a second, plainly and with a draft head
+that is not trained and one whose drafts are all right: the two ends of what drafting gives."""
 LAYOUTS = """Train a run for some steps on one device and on each layout, from the same weights on the same batches.
 
 Prints a line a layout: the largest difference of a loss to one device, relative to it; the last loss; the median time
@@ -194,6 +196,22 @@ def add_benchmarks(kinds: Any) -> None:
     tolerance = "largest relative difference of a loss; default 1e-4 in float32, 1e-2 in bfloat16"
     layouts.add_argument("--tolerance", metavar="X", type=float, help=tolerance)
     add_overrides(layouts)
+    decode = add(
+        kinds,
+        run_bench_decode,
+        "decode",
+        "tokens a second, plainly and with drafts that are all wrong or all right",
+        DECODE,
+        "dsflash bench decode demo --tokens 64 --rows 1 --json PATH",
+    )
+    decode.add_argument("config", metavar="CONFIG", help="a name in configs/, or a Python file that defines config")
+    decode.add_argument(
+        "--tokens", metavar="N", type=int, default=64, help="tokens of a row that are timed; default 64"
+    )
+    decode.add_argument("--rows", metavar="N", type=int, default=1, help="rows that decode together; default 1")
+    context = "tokens before them; default half of what the model reads"
+    decode.add_argument("--context", metavar="N", type=int, default=0, help=context)
+    add_overrides(decode)
 
 
 def add(
@@ -310,6 +328,19 @@ def run_bench_layouts(arguments: argparse.Namespace) -> int:
         refuse(error)
     write_json(arguments.json, made)
     return int(not made["passed"])
+
+
+def run_bench_decode(arguments: argparse.Namespace) -> int:
+    """`dsflash bench decode`."""
+    run = read_config(arguments.config, arguments.overrides, "a benchmark needs a run, which says how the model runs")
+    from train import bench_decode
+
+    try:
+        made = bench_decode.decode(run, arguments.tokens, arguments.rows, arguments.context)
+    except ValueError as error:
+        refuse(error)
+    write_json(arguments.json, made)
+    return 0
 
 
 def run_parity(arguments: argparse.Namespace) -> int:

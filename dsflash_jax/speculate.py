@@ -81,6 +81,10 @@ class Statistics:
         self.rounds += int(live.sum())
         self.tokens += int(np.asarray(made.count).sum())
 
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.drafted[:], self.accepted[:], self.rounds, self.tokens = 0, 0, 0, 0
+
     def as_json(self) -> dict[str, Any]:
         """Counts, the share accepted of those verified by place, and new tokens a round."""
         share = [None if d == 0 else int(a) / int(d) for a, d in zip(self.accepted, self.drafted, strict=True)]
