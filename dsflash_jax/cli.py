@@ -301,6 +301,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
 def run_generate(arguments: argparse.Namespace) -> int:
     """`dsflash generate`."""
     check_writable(arguments.out, "--out")
+    check_writable(arguments.save_prefix, "--save-prefix")
     from train import flags, generate
     from train.prompts import Line
 
@@ -309,7 +310,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     try:
         made = generate.main(generate.Asked(
             a.source, a.overrides, a.prompts, Line(a.prompt, a.ids), a.out, common, a.logprobs, a.batch, a.prefill,
-            a.compare_exact, a.draft, a.threshold, a.chunk,
+            a.compare_exact, a.draft, a.threshold, a.chunk, a.save_prefix, a.prefix,
         ))  # fmt: skip
     except (ValueError, FileNotFoundError) as error:
         refuse(error)

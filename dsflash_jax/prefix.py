@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,23 +59,24 @@ def save(path: Path, decoder: Decoder, cache: Cache, row: int, ids: np.ndarray) 
     return path.stat().st_size
 
 
-def load(path: Path, decoder: Decoder, prompt: np.ndarray, tokens: int = 0, rows: int = 1) -> tuple[Cache, int]:
-    """A cache of `rows` rows behind a stored prefix, and the index of `prompt` from which on it is to be run.
+def load(path: Path, decoder: Decoder, prompts: Sequence[np.ndarray], tokens: int = 0) -> tuple[Cache, int]:
+    """A cache of a row for each prompt behind a stored prefix, and the index from which on prompts are to be run.
 
-    `prompt` begins with the prefix's tokens; prefill the rest, prompt[index:], with the same decoder: the last W tokens
-    of the prefix, and what stands behind it. The cache has room for `tokens`, at least for the prompt. Raises
+    Every prompt begins with the prefix's tokens; prefill prompt[index:] of each with the same decoder: the last W
+    tokens of the prefix, and what stands behind it. The cache has room for `tokens`, at least for the prompts. Raises
     ValueError for a damaged file, one of another model, other weights or another storage, or of other tokens.
     """
     held = read(path)
     head = _read_head(path, held)
-    prompt = np.asarray(prompt, np.int32)
-    decoder.check(prompt)
-    cache = decoder.begin(rows, max(tokens, len(prompt)))
+    for prompt in prompts:
+        decoder.check(prompt)
+    prompts, rows = [np.asarray(prompt, np.int32) for prompt in prompts], len(prompts)
+    cache = decoder.begin(rows, max(tokens, *map(len, prompts)))
     for key, value in _head(decoder, cache).items():
         if head.get(key) != value:
             raise ValueError(f"{path}: made with another {key}; run the prompt again, without the stored prefix")
     length = head["tokens"]
-    if len(prompt) < length or _hash(prompt[:length]) != head["ids"]:
+    if any(len(prompt) < length or _hash(prompt[:length]) != head["ids"] for prompt in prompts):
         raise ValueError(f"{path}: the prompt does not begin with the {length} tokens of this prefix")
     fill = lambda kind: {r: _fill(path, held, kind, r, e, length) for r, e in getattr(cache, kind).items()}  # noqa: E731
     c = decoder.setup.config
@@ -88,7 +89,7 @@ def load(path: Path, decoder: Decoder, prompt: np.ndarray, tokens: int = 0, rows
     if history is not None:
         look = history.shape[1]
         line = np.full(look, engram.DEAD, np.int32)
-        before = prompt[max(start - look, 0) : start]
+        before = prompts[0][max(start - look, 0) : start]
         classes = before if decoder.classes is None else np.asarray(decoder.classes)[before]
         dead = np.zeros(len(before), bool) if c.vision is None else before == c.image_token_id
         line[look - len(before) :] = np.where(dead, engram.DEAD, classes)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from dsflash_jax import decode, sampling
+from dsflash_jax import prefix as prefixes
 from dsflash_jax.cache import Cache
 from dsflash_jax.decode import Decoder
 from dsflash_jax.sampling import Settings
@@ -69,12 +71,14 @@ def generate(
     prefill: str = "full",
     speculator: Speculator | None = None,
     room: int = 0,
+    prefix: Path | None = None,
 ) -> Iterator[Event]:
     """Events of all rows as they come; the last one of each says why it ended.
 
     With the same seed a row says the same alone and in any batch, but for what the last bits of float32 decide.
     `prefill` as in `Decoder.prefill`; `room` tokens a row has room for from the start, else the cache doubles, and the
-    step is compiled anew, when it is full. Without `text_of` events have ids and no text.
+    step is compiled anew, when it is full. Without `text_of` events have ids and no text. `prefix` is a stored one, see
+    `dsflash_jax.prefix`, which all prompts begin with.
     Raises ValueError, before anything runs, for a request that cannot be met: see `check`.
     """
     if not requests:
@@ -94,7 +98,10 @@ def generate(
         [r.seed for r in requests],
     )
     rows = [Row(request, decoder.setup.config.eos_token_id, text_of) for request in requests]
-    return _events(decoder, rows, settings, prefill, speculator, room)
+    prompts = [np.asarray(request.prompt, np.int32) for request in requests]
+    room = max(room, *map(len, prompts))
+    behind = (decoder.begin(len(rows), room), 0) if prefix is None else prefixes.load(prefix, decoder, prompts, room)
+    return _events(decoder, rows, settings, prefill, speculator, behind)
 
 
 def collect(events: Iterable[Event]) -> list[Completion]:
@@ -201,11 +208,11 @@ def _events(
     settings: Settings,
     prefill: str,
     speculator: Speculator | None,
-    room: int,
+    behind: tuple[Cache, int],
 ) -> Iterator[Event]:
-    """`generate` behind its checks."""
-    prompts = [np.asarray(row.request.prompt, np.int32) for row in rows]
-    cache = decoder.begin(len(rows), max(room, *map(len, prompts)))
+    """`generate` behind its checks; `behind` is a cache, and how far into the prompts it is."""
+    cache, known = behind
+    prompts = [np.asarray(row.request.prompt, np.int32)[known:] for row in rows]
     cache, y = decoder.prefill(cache, prompts, how=prefill, images=_side_by_side([row.request.images for row in rows]))
     first = decoder.first(cache, y, settings)
     rounds = (

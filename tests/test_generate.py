@@ -289,3 +289,24 @@ def test_a_file_of_prompts_is_not_overwritten(run: Path, tmp_path: Path, capsys:
     assert command(run, "--prompts", lines, "--out", lines) == 2
     assert "would overwrite the prompts" in capsys.readouterr().err
     assert prompts.read(lines)[0].given.prompt == "a"
+
+
+def test_a_stored_prefix_goes_on_as_its_own_prompt_would(run: Path, tmp_path: Path) -> None:
+    kept, out = tmp_path / "begin.npz", tmp_path / "out.jsonl"
+    begin = "def f"  # within the window, so exact
+    base = ["generate", str(run), "--temperature", "0", "--max-tokens", "6", "--out", str(out)]
+    assert status([*base, "--prompt", begin, "--save-prefix", str(kept)]) == 0
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("\n".join(json.dumps({"prompt": begin + rest}) for rest in ("", "(x):", " g")))
+    assert status([*base, "--prompts", str(lines)]) == 0
+    plain = out.read_text()
+    assert status([*base, "--prompts", str(lines), "--prefix", str(kept)]) == 0
+    assert out.read_text() == plain
+
+
+def test_a_prefix_of_other_tokens_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "begin.npz"
+    base = ["generate", str(run), "--max-tokens", "2", "--out", str(tmp_path / "out.jsonl")]
+    assert status([*base, "--prompt", "abc", "--save-prefix", str(kept)]) == 0
+    assert status([*base, "--prompt", "xbcd", "--prefix", str(kept)]) == 2
+    assert "does not begin with the 4 tokens of this prefix" in capsys.readouterr().err

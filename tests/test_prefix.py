@@ -57,7 +57,7 @@ class Shapes(Decoder):
 
 
 def go_on(decoder, path, ids, rows=1):
-    held, start = prefix.load(path, decoder, ids, rows=rows)
+    held, start = prefix.load(path, decoder, [ids] * rows)
     assert start == HIT - C.sliding_window
     held, y = decoder.prefill(held, [ids[start:]] * rows)
     _, logits = decoder.step(held, np.full(rows, 7, np.int32), np.ones(rows, np.int32))
@@ -80,7 +80,7 @@ def test_another_process_goes_on_as_this_one(decoder, ids, stored, tmp_path):
 
 
 def test_slots_are_kept_and_windows_begin_at_the_replay(decoder, ids, stored):
-    held, start = prefix.load(stored, decoder, ids)
+    held, start = prefix.load(stored, decoder, [ids])
     cold, _ = decoder.prefill(decoder.begin(1, LENGTH), [ids])
     assert (int(held.length[0]), int(held.origin[0])) == (start, start)
     held, _ = decoder.prefill(held, [ids[start:]])
@@ -96,7 +96,7 @@ def test_a_prefix_of_up_to_the_window_is_exact_and_serves_many_rows(decoder, ids
     short, path = C.sliding_window, tmp_path / "short.npz"
     held, _ = decoder.prefill(decoder.begin(1, LENGTH), [ids[:short]])
     prefix.save(path, decoder, held, 0, ids[:short])
-    held, start = prefix.load(path, decoder, ids, rows=2)
+    held, start = prefix.load(path, decoder, [ids, ids])
     assert start == 0
     _, y = decoder.prefill(held, [ids, ids])
     _, want = decoder.prefill(decoder.begin(1, LENGTH), [ids])
@@ -122,19 +122,19 @@ def test_every_damaged_byte_range_and_foreign_file_is_refused(decoder, ids, stor
     for at in range(0, len(whole), max(len(whole) // 40, 1)):
         path.write_bytes(whole[:at])
         with pytest.raises(ValueError, match=r"bad\.npz"):
-            prefix.load(path, decoder, ids)
+            prefix.load(path, decoder, [ids])
     held = dict(np.load(stored))
     name = next(n for n in held if n.startswith("kv.1"))
     inside = whole.index(held[name].tobytes()) + 5
     path.write_bytes(whole[:inside] + bytes([whole[inside] ^ 1]) + whole[inside + 1 :])
     with pytest.raises(ValueError, match="expected arrays as numpy.savez writes them, got a damaged file"):
-        prefix.load(path, decoder, ids)
+        prefix.load(path, decoder, [ids])
     np.savez(path, **(held | {name: held[name][:, :-1]}))
     with pytest.raises(ValueError, match=rf"{name}: expected uint8"):
-        prefix.load(path, decoder, ids)
+        prefix.load(path, decoder, [ids])
     np.savez(path, weights=np.zeros(3))
     with pytest.raises(ValueError, match="not a stored prefix"):
-        prefix.load(path, decoder, ids)
+        prefix.load(path, decoder, [ids])
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ def test_every_damaged_byte_range_and_foreign_file_is_refused(decoder, ids, stor
 def test_a_prefix_of_another_model_is_refused(decoder, ids, stored, change, message):
     other = Decoder(**({"setup": SETUP, "w": decoder.w} | change))
     with pytest.raises(ValueError, match=message):
-        prefix.load(stored, other, ids)
+        prefix.load(stored, other, [ids])
 
 
 def test_other_tokens_and_rows_are_refused(decoder, ids, stored, tmp_path):
     with pytest.raises(ValueError, match="does not begin with the 9 tokens of this prefix"):
-        prefix.load(stored, decoder, np.roll(ids, 1))
+        prefix.load(stored, decoder, [ids, np.roll(ids, 1)])
     with pytest.raises(ValueError, match="does not begin with the 9 tokens of this prefix"):
-        prefix.load(stored, decoder, ids[: HIT - 1])
+        prefix.load(stored, decoder, [ids[: HIT - 1]])
     held = decoder.begin(1, 8)
     with pytest.raises(ValueError, match="row 0 holds 0 tokens"):
         prefix.save(tmp_path / "none.npz", decoder, held, 0, ids)

@@ -47,6 +47,12 @@ def add(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--threshold", metavar="X", type=float, default=0.0, help="least confidence of a draft; default 0"
     )
+    generate.add_argument(
+        "--save-prefix", metavar="FILE", type=Path, help="also store what the first prompt left in the cache there"
+    )
+    generate.add_argument(
+        "--prefix", metavar="FILE", type=Path, help="go on from a stored prompt, with which all prompts begin"
+    )
     generate.add_argument("--chunk", metavar="N", type=int, default=512, help="prompt tokens run at once; default 512")
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from dsflash_jax import checkpoint, decode, parity, sample, verdict
+from dsflash_jax import checkpoint, decode, parity, prefix, sample, verdict
 from dsflash_jax.config import Compute, Config, Quantize, need
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Setup
@@ -48,6 +48,8 @@ class Asked:
     drafts: int | None = None  # of a round, 0 for all that the head makes; None to draft nothing
     threshold: float = 0.0  # confidence below which a round's drafts are cut off
     chunk: int = 512  # tokens of a prompt that run at once
+    save_prefix: Path | None = None  # where the first prompt's slots are stored
+    prefix: Path | None = None  # stored slots that all prompts begin with
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def main(asked: Asked) -> dict[str, Any]:
     result: dict[str, Any] = {"source": source.name, "prompts": len(listed), "prefill": asked.prefill}
     if asked.prefill == "replay":
         result["approximate"] = mark_replay(source, requests, console)
+    if asked.save_prefix is not None:
+        result["prefix_bytes"] = keep_prefix(asked, source, requests[0], console)
     if asked.compare:
         result["compared"] = compare(source, requests, asked.batch, console)
     finishes: dict[str, int] = {}
@@ -179,13 +183,24 @@ def events(
     )
     room = min(most + (speculator.most if speculator is not None else 0), limit)
     generate = partial(
-        sample.generate, source.decoder, text_of=source.text_of, prefill=asked.prefill, speculator=speculator, room=room
-    )
+        sample.generate, source.decoder, text_of=source.text_of, prefill=asked.prefill, speculator=speculator,
+        room=room, prefix=asked.prefix,
+    )  # fmt: skip
     for start, group in groups(requests, asked.batch):
         filled = group + [replace(group[-1], max_tokens=1)] * (asked.batch - len(group) if start else 0)
         for event in generate(filled):
             if event.row < len(group):
                 yield start + event.row, event
+
+
+def keep_prefix(asked: Asked, source: Source, request: Request, console: Console) -> int:
+    """Store the slots of a prompt, and return the file's bytes."""
+    assert asked.save_prefix is not None
+    ids = np.asarray(request.prompt, np.int32)
+    held, _ = source.decoder.prefill(source.decoder.begin(1, len(ids)), [ids], how=asked.prefill)
+    size = prefix.save(asked.save_prefix, source.decoder, held, 0, ids)
+    say(console, f"{asked.save_prefix}: {len(ids):,} tokens in {size:,} bytes")
+    return size
 
 
 def groups(requests: list[Request], size: int) -> Iterator[tuple[int, list[Request]]]:
