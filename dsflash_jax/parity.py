@@ -38,6 +38,7 @@ FOR_INFORMATION, NO_CODE = "the reference's literal behaviour, for information",
 UNKNOWN = "an array that the model does not make"
 QUANT_SHARE = 0.99  # of the entries of a quantised variant; the rest sits on rounding boundaries
 COARSE_FACTOR = 1.5  # bfloat16 logits: mean distance, as a multiple of what the reference's own float32 run shows
+WIDE = 160  # columns of what is printed, where no terminal says how many it has
 STRICT = Compute(dtype="float32", remat="none", scan=False, query_chunk=16, loss_chunk=16)
 
 
@@ -319,6 +320,8 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     """Print the table, write JSON if asked, and return the exit code: 1 on any miss or if nothing was compared."""
     lines, uncovered = check(folder)
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDE  # names are what a file of verdicts is searched for
     table = Table("trace", "array", "kind", "max diff / count", "within", "")
     for line in lines:
         verdict = "[red]MISS" if not line.passed else "shown" if line.kind == "reported" else "[green]ok"

@@ -108,8 +108,8 @@ class Speculator:
         size = self.decoder.setup.config.dspark_block_size
         if self.proposer is propose and not self.decoder.drafts:
             raise ValueError(
-                "speculative decoding needs a draft head: this model has none, or its weights have no 'mtp'; decode "
-                "plainly, or give num_nextn_predict_layers and train the head"
+                "speculative decoding needs a draft head: this model has none, or its weights have no 'mtp'. Released "
+                "checkpoints have one; `dsflash train` trains none yet. Decode plainly"
             )
         if not 0 <= self.most <= size:
             raise ValueError(f"a round drafts 1 to dspark_block_size={size} tokens, or 0 for all, got {self.most}")

@@ -19,8 +19,8 @@ def add(generate: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     generate.add_argument("source", metavar="SOURCE", help="the folder of a run, or of config.json and weights.npz")
     given = generate.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help="a text to go on from")
-    given.add_argument("--ids", metavar="1,2,3", type=read_ids, help="ids to go on from")
+    given.add_argument("--prompt", metavar="TEXT", help="a text to go on from, behind the id that begins one")
+    given.add_argument("--ids", metavar="1,2,3", type=read_ids, help="ids to go on from, with nothing before them")
     given.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help="many prompts, one JSON object a line")
     generate.add_argument("--out", metavar="FILE.jsonl", type=Path, help="write completions there, not to the terminal")
     for flag, kind, what in (
@@ -34,18 +34,20 @@ def add(generate: argparse.ArgumentParser) -> None:
         generate.add_argument(flag, metavar="N" if kind is int else "X", type=kind, help=what)
     generate.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be given again")
     generate.add_argument("--stop-ids", metavar="1,2,3", type=read_ids, help="end with one of these ids")
-    generate.add_argument("--logprobs", action="store_true", help="also give each token's log-probability")
+    generate.add_argument(
+        "--logprobs", action="store_true", help="also each token's log-probability: temperature 1, unfiltered"
+    )
     generate.add_argument("--batch", metavar="N", type=int, default=8, help="prompts that run together; default 8")
-    how = "full, or replay: the upper half on a prompt's last window alone, which is approximate"
+    how = "full, or replay: the upper half on a prompt's last window alone, which is approximate beyond a window"
     generate.add_argument("--prefill", choices=["full", "replay"], default="full", help=how)
     generate.add_argument(
-        "--compare-exact", action="store_true", help="say how far the replay is from the full prefill"
+        "--compare-exact", action="store_true", help="run both prefills and say how far they are apart"
     )
     generate.add_argument(
-        "--draft", metavar="N", type=int, help="draft N tokens a round, 0 for the most, and verify them"
+        "--draft", metavar="N", type=int, help="draft N tokens a round and verify them; 0 for all that the head makes"
     )
     generate.add_argument(
-        "--threshold", metavar="X", type=float, default=0.0, help="least confidence of a draft; default 0"
+        "--threshold", metavar="X", type=float, default=0.0, help="with --draft, least confidence of one; default 0"
     )
     generate.add_argument(
         "--save-prefix", metavar="FILE", type=Path, help="also store what the first prompt left in the cache there"

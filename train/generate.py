@@ -69,6 +69,7 @@ def main(asked: Asked) -> dict[str, Any]:
     """
     check_devices()
     console = Console(stderr=True)
+    need(asked.drafts is not None or asked.threshold == 0, "--threshold is of drafts: give --draft, too")
     need(asked.batch >= 1, f"--batch is how many prompts run together, at least 1, got {asked.batch}")
     same = asked.out is not None and asked.prompts is not None and asked.out.resolve() == asked.prompts.resolve()
     need(not same, f"--out {asked.out} would overwrite the prompts: give another path")
@@ -76,7 +77,7 @@ def main(asked: Asked) -> dict[str, Any]:
     source = load(asked, console)
     requests = list(checked(asked, source, listed))
     speculator = None if asked.drafts is None else Speculator(source.decoder, asked.drafts, asked.threshold)
-    say(console, f"{source.name}, on {jax.devices()[0].device_kind}")
+    say(console, f"{source.name}, on {jax.devices()[0].device_kind}; the first tokens wait for compiling")
     result: dict[str, Any] = {"source": source.name, "prompts": len(listed), "prefill": asked.prefill}
     if asked.prefill == "replay":
         result["approximate"] = mark_replay(source, requests, console)
@@ -86,24 +87,37 @@ def main(asked: Asked) -> dict[str, Any]:
         result["compared"] = compare(source, requests, asked.batch, console)
     finishes: dict[str, int] = {}
     began, tokens, finished = time.monotonic(), 0, True
+    steady, behind = began, 0  # from the second token on, when programs are compiled
     with closing(output(asked, source, listed)) as shown:
         try:
             for number, event in events(asked, source, requests, speculator):
                 shown.add(number, event)
                 tokens += len(event.ids)
+                if event.finish is None and not behind and tokens > len(event.ids):
+                    steady, behind = time.monotonic(), tokens
                 if event.finish is not None:
                     finishes[event.finish] = finishes.get(event.finish, 0) + 1
         except KeyboardInterrupt:
             finished = False
     seconds = time.monotonic() - began
     ended = ", ".join(f"{count} by {finish}" for finish, count in sorted(finishes.items()))
-    say(console, f"{tokens:,} tokens in {seconds:.1f} s with compiling; ended: {ended or 'none'}")
+    rate = (tokens - behind) / max(time.monotonic() - steady, 1e-9) if behind and tokens > behind else None
+    speed = "" if rate is None else f", {rate:.1f} a second from the second one on"
+    say(console, f"{tokens:,} tokens in {seconds:.1f} s with compiling{speed}; ended: {ended or 'none'}")
+    if asked.out is not None:
+        say(console, f"{sum(finishes.values())} completions in {asked.out}")
     if not finished:
         say(console, f"stopped: {sum(finishes.values())} of {len(listed)} prompts are complete")
     if speculator is not None:
         show_drafts(speculator.statistics, console)
         result["drafts"] = speculator.statistics.as_json()
-    return result | {"tokens": tokens, "seconds": seconds, "finishes": finishes, "finished": finished}
+    return result | {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_a_second": rate,
+        "finishes": finishes,
+        "finished": finished,
+    }
 
 
 def load(asked: Asked, console: Console) -> Source:
@@ -219,7 +233,13 @@ def mark_replay(source: Source, requests: list[Request], console: Console) -> in
 
 
 def compare(source: Source, requests: list[Request], batch: int, console: Console) -> dict[str, Any]:
-    """Both prefills: the largest difference of the logits behind each prompt, and whether the likeliest id agrees."""
+    """Both prefills of the prompts beyond a window, which differ: the largest difference of the logits behind each,
+    and whether the likeliest id agrees."""
+    window = source.decoder.setup.config.sliding_window
+    requests = [r for r in requests if len(r.prompt) > window]
+    if not requests:
+        say(console, f"no prompt is longer than the window of {window} tokens: replay is exact, nothing to compare")
+        return {"differences": [], "agrees": []}
     differences: list[float] = []
     agrees: list[bool] = []
     for _, group in groups(requests, batch):
