@@ -155,13 +155,13 @@ def replay(setup: Setup, w: Weights, cache: Cache, end: End) -> tuple[Cache, Flo
     first = lambda a: jax.vmap(partial(jnp.roll, axis=0))(a, count - size)  # noqa: E731
     stream, tokens = jax.tree.map(first, (end.stream, end.tokens))
     batch = piece(replace(c, engram_layer_ids=(), engram_num_embeddings=()), view, tokens, count, None)
-    w, ctx, _ = model.enter(setup, w, batch, held=view)
-    nodes, below = model.between(modes.plan(c.table), w["layers"], last, c.num_hidden_layers)
+    own, ctx, _ = model.enter(setup, w, batch, held=view)  # without the draft head
+    nodes, below = model.between(modes.plan(c.table), own["layers"], last, c.num_hidden_layers)
     ctx = replace(ctx, layer=last, image=_image(c, tokens))
     stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
     made = replace(out.made, kv={}, index={}, tails={})  # `encode` made them of all tokens
     made = _with_draft(setup, w, view, made, out.taps, batch.positions, count)
-    layers_run, y = range(last, c.num_hidden_layers), model.leave(setup, w, stream)
+    layers_run, y = range(last, c.num_hidden_layers), model.leave(setup, own, stream)
     view, y = _behind(count, lambda view: caches.commit(view, made, count, layers_run, c.table), view, y)
     return replace(view, length=cache.length, origin=cache.origin), y
 
