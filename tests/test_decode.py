@@ -177,6 +177,12 @@ def test_prefill_in_chunks_of_rows_with_other_lengths_gives_the_last_logits(w, t
     np.testing.assert_allclose(logits, full[np.arange(3), lengths], atol=TOLERANCE)
 
 
+def test_a_model_that_trains_with_dense_attention_decodes(w, tokens, full):
+    setup = Setup(C, dataclasses.replace(tiny.STRICT, attention="dense"))
+    _, logits = in_pieces(runner(setup), w, cache.empty(setup, 2, 32), tokens[:2], [8])
+    np.testing.assert_allclose(logits, full[:2, :8], atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
