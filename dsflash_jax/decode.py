@@ -267,11 +267,11 @@ class Decoder:
         longest = max(map(len, prompts))
         size = 1 << (longest - 1).bit_length()
         size = size if images is not None else min(size, self.chunk)
-        cache = self.room(cache, longest + int(np.max(cache.length)))
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        cache = self.room(cache, int(np.max(np.asarray(cache.length) + lengths)))
         tokens = np.zeros((rows, -(-longest // size) * size), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         end = no_end(self.setup, rows) if how == "replay" else None
         last = jnp.zeros((rows, self.setup.config.hidden_size), jnp.dtype(self.setup.compute.dtype))
         for start in range(0, longest, size):
