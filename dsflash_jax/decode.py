@@ -62,11 +62,14 @@ def extend(
     """The hidden states that the head reads of a piece, and what it made. The cache itself stays as it is.
 
     The first `count` tokens of each row are real. Images have their whole span in the piece. To keep the first n tokens
-    of each row: `append(cache, made, n)`.
+    of each row: `append(cache, made, n)`. What the cache has no room for would be lost: hidden states of such tokens
+    are NaN.
     """
     batch = replace(piece(setup.config, cache, tokens, count, classes), images=images)
     y, out = model.forward(setup, w, batch, traces=traces, held=cache)
     made = _with_history(setup.config, cache, out.made, tokens, classes)
+    lost = (batch.segments > 0) & (batch.positions >= cache.capacity)
+    y = jnp.where(lost[..., None], jnp.nan, y)
     return y, _with_draft(setup, w, cache, made, out.taps, batch.positions, count)
 
 
