@@ -284,6 +284,14 @@ def test_an_interruption_keeps_what_is_complete_and_is_status_1(
     assert "stopped: 1 of 2 prompts are complete" in capsys.readouterr().err
 
 
+def test_only_ends_of_lines_end_a_prompt(tmp_path: Path) -> None:
+    texts = ["a\u2028b\x85c", "d"]
+    lines = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    read = prompts.read(tmp_path / "prompts.jsonl")
+    assert [(one.given.prompt, one.number) for one in read] == [(texts[0], 1), (texts[1], 2)]
+
+
 def test_a_file_of_prompts_is_not_overwritten(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = file_of(tmp_path / "prompts.jsonl", {"prompt": "a"})
     assert command(run, "--prompts", lines, "--out", lines) == 2
