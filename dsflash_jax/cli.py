@@ -302,6 +302,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """`dsflash generate`."""
     check_writable(arguments.out, "--out")
     check_writable(arguments.save_prefix, "--save-prefix")
+    written = [path.resolve() for path in (arguments.out, arguments.json, arguments.save_prefix) if path is not None]
+    if len(set(written)) < len(written):
+        refuse("--out, --json and --save-prefix write to one path: give each its own")
     from train import flags, generate
     from train.prompts import Line
 

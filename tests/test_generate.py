@@ -167,6 +167,8 @@ def test_a_bad_line_is_named_before_anything_runs(
         (("--prompts", "absent.jsonl"), "absent.jsonl cannot be read: No such file"),
         (("--prompt", "a", "--batch", "0"), "--batch is how many prompts run together"),
         (("--prompt", "a", "--chunk", "0"), "a chunk of a prompt has at least 1 token"),
+        (("--prompt", "a", "--threshold", "0.5"), "--threshold ends drafts early: give --draft"),
+        (("--prompt", "a", "--out", "both", "--json", "both"), "write to one path: give each its own"),
         (("--prompt", "a", "--draft", "2"), "speculative decoding needs a draft head"),
         (("--prompt", "a", "--stop", ""), "a stop string is empty"),
         (("--prompt", "a", "compute.dtyp=float32"), "did you mean 'dtype'?"),
