@@ -315,6 +315,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
             a.source, a.overrides, a.prompts, Line(a.prompt, a.ids), a.out, common, a.logprobs, a.batch, a.prefill,
             a.compare_exact, a.draft, a.threshold, a.chunk, a.save_prefix, a.prefix,
         ))  # fmt: skip
+    except BrokenPipeError:  # who reads the output has left, as head does; Python would flush into the pipe again
+        sys.stdout = None
+        return 1
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
     write_json(a.json, made)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -284,6 +287,20 @@ def test_an_interruption_keeps_what_is_complete_and_is_status_1(
     assert command(run, "--prompts", lines, "--out", tmp_path / "out.jsonl") == 1
     assert [record["line"] for record in written(tmp_path / "out.jsonl")] == [2]
     assert "stopped: 1 of 2 prompts are complete" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run: Path, tmp_path: Path) -> None:
+    lines = file_of(tmp_path / "prompts.jsonl", {"prompt": "a"})
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", "import sys; from dsflash_jax.cli import main; sys.exit(main())", "generate"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            [*command, str(run), "--prompts", str(lines), "--max-tokens", "1"],
+            stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
 def test_only_ends_of_lines_end_a_prompt(tmp_path: Path) -> None:
