@@ -302,6 +302,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """`dsflash generate`."""
     check_writable(arguments.out, "--out")
     check_writable(arguments.save_prefix, "--save-prefix")
+    written = [path.resolve() for path in (arguments.out, arguments.json, arguments.save_prefix) if path is not None]
+    if len(set(written)) < len(written):
+        refuse("--out, --json and --save-prefix write to one path: give each its own")
     from train import flags, generate
     from train.prompts import Line
 
@@ -312,6 +315,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
             a.source, a.overrides, a.prompts, Line(a.prompt, a.ids), a.out, common, a.logprobs, a.batch, a.prefill,
             a.compare_exact, a.draft, a.threshold, a.chunk, a.save_prefix, a.prefix,
         ))  # fmt: skip
+    except BrokenPipeError:  # who reads the output has left, as head does; Python would flush into the pipe again
+        sys.stdout = None
+        return 1
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
     write_json(a.json, made)

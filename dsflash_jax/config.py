@@ -238,7 +238,7 @@ class Compute:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # activations and matrix operands; statistics stay float32
     remat: Literal["none", "selective", "full"] = "selective"  # what backward recomputes; selections are always saved
     scan: bool = True  # repeated layers as one scanned body; False unrolls them
-    attention: Literal["sparse", "dense"] = "sparse"  # query-chunked gather, or the T x (T + S) oracle
+    attention: Literal["sparse", "dense"] = "sparse"  # query-chunked gather, or the T x (T + S) oracle (no cache)
     experts: Literal["auto", "ragged", "blocked", "dense"] = "auto"  # grouped matrix product, see `moe.grouped_dot`
     query_chunk: int = 128  # queries handled at once by attention, index scores and their loss
     loss_chunk: int = 512  # tokens of a row whose logits exist at once

@@ -62,11 +62,14 @@ def extend(
     """The hidden states that the head reads of a piece, and what it made. The cache itself stays as it is.
 
     The first `count` tokens of each row are real. Images have their whole span in the piece. To keep the first n tokens
-    of each row: `append(cache, made, n)`.
+    of each row: `append(cache, made, n)`. What the cache has no room for would be lost: hidden states of such tokens
+    are NaN.
     """
     batch = replace(piece(setup.config, cache, tokens, count, classes), images=images)
     y, out = model.forward(setup, w, batch, traces=traces, held=cache)
     made = _with_history(setup.config, cache, out.made, tokens, classes)
+    lost = (batch.segments > 0) & (batch.positions >= cache.capacity)
+    y = jnp.where(lost[..., None], jnp.nan, y)
     return y, _with_draft(setup, w, cache, made, out.taps, batch.positions, count)
 
 
@@ -155,13 +158,13 @@ def replay(setup: Setup, w: Weights, cache: Cache, end: End) -> tuple[Cache, Flo
     first = lambda a: jax.vmap(partial(jnp.roll, axis=0))(a, count - size)  # noqa: E731
     stream, tokens = jax.tree.map(first, (end.stream, end.tokens))
     batch = piece(replace(c, engram_layer_ids=(), engram_num_embeddings=()), view, tokens, count, None)
-    w, ctx, _ = model.enter(setup, w, batch, held=view)
-    nodes, below = model.between(modes.plan(c.table), w["layers"], last, c.num_hidden_layers)
+    own, ctx, _ = model.enter(setup, w, batch, held=view)  # without the draft head
+    nodes, below = model.between(modes.plan(c.table), own["layers"], last, c.num_hidden_layers)
     ctx = replace(ctx, layer=last, image=_image(c, tokens))
     stream, out = model.run(setup, nodes, below, stream, Shared(), ctx)
     made = replace(out.made, kv={}, index={}, tails={})  # `encode` made them of all tokens
     made = _with_draft(setup, w, view, made, out.taps, batch.positions, count)
-    layers_run, y = range(last, c.num_hidden_layers), model.leave(setup, w, stream)
+    layers_run, y = range(last, c.num_hidden_layers), model.leave(setup, own, stream)
     view, y = _behind(count, lambda view: caches.commit(view, made, count, layers_run, c.table), view, y)
     return replace(view, length=cache.length, origin=cache.origin), y
 
@@ -267,11 +270,11 @@ class Decoder:
         longest = max(map(len, prompts))
         size = 1 << (longest - 1).bit_length()
         size = size if images is not None else min(size, self.chunk)
-        cache = self.room(cache, longest + int(np.max(cache.length)))
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        cache = self.room(cache, int(np.max(np.asarray(cache.length) + lengths)))
         tokens = np.zeros((rows, -(-longest // size) * size), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         end = no_end(self.setup, rows) if how == "replay" else None
         last = jnp.zeros((rows, self.setup.config.hidden_size), jnp.dtype(self.setup.compute.dtype))
         for start in range(0, longest, size):

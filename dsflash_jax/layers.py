@@ -188,7 +188,8 @@ def attention_sublayer(
             shared = replace(shared, index_query=iq, index_weight=iw)
     kv = shared.kv if spec.ratio else None
     selected: Array | None = shared.topk if spec.ratio else None
-    attend = attention.attend if how.attention == "sparse" else attention.attend_dense
+    sparse = held is not None or how.attention == "sparse"  # the slots of a cache are no array for the oracle
+    attend = attention.attend if sparse else attention.attend_dense
     o, lse = attend(
         q, window_kv, kv, selected, w["attn_sink"], ctx.segments, window=c.sliding_window, chunk=how.query_chunk,
         past=past,

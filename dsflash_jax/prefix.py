@@ -36,11 +36,12 @@ def save(path: Path, decoder: Decoder, cache: Cache, row: int, ids: np.ndarray) 
 
     The file appears whole or not at all. Raises ValueError for a row that does not exist or holds other than these.
     """
-    ids = np.asarray(ids, np.int32)
+    ids = np.asarray(ids)
     if not 0 <= row < cache.length.shape[0]:
         raise ValueError(f"the cache has rows 0..{cache.length.shape[0] - 1}, not {row}")
     if ids.ndim != 1 or len(ids) != int(cache.length[row]) or len(ids) == 0:
         raise ValueError(f"row {row} holds {int(cache.length[row])} tokens, at least 1 is needed, got ids {ids.shape}")
+    decoder.check(ids)
     head = _head(decoder, cache) | {"tokens": len(ids), "ids": _hash(ids)}
     arrays: dict[str, Any] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
     for kind in KINDS:

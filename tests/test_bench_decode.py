@@ -38,6 +38,7 @@ def test_a_model_keeps_its_own_draft_head_and_gets_one_otherwise(run):
     ("more", "message"),
     [
         (["--tokens", "0"], "--tokens and --rows must be at least 1, got 0 and 1"),
+        (["--tokens", "5"], "--tokens 5 may be one round of 5 drafts, too short to time: ask for more"),
         (["--context", "4090"], "the drafts exceed max_position_embeddings=4096"),
     ],
 )

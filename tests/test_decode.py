@@ -177,6 +177,31 @@ def test_prefill_in_chunks_of_rows_with_other_lengths_gives_the_last_logits(w, t
     np.testing.assert_allclose(logits, full[np.arange(3), lengths], atol=TOLERANCE)
 
 
+def test_rows_need_room_for_their_own_tokens_alone(w, tokens):
+    """A long prompt beside a row that holds much: no row goes beyond the longest sequence."""
+    c = dataclasses.replace(C, max_position_embeddings=LENGTH)
+    decoder = Decoder(Setup(c, tiny.STRICT), w, chunk=8)
+    held, _ = decoder.prefill(decoder.begin(2, LENGTH), [tokens[0, :20], tokens[1, :8]])
+    held, _ = decoder.prefill(held, [tokens[0, 20:], tokens[1, 8:LENGTH]])
+    assert held.length.tolist() == [LENGTH, LENGTH]
+
+
+def test_a_token_without_room_is_not_a_number(w, tokens):
+    """And no token of another row, or of padding, is."""
+    full, count = cache.empty(SETUP, 2, 16), np.array([7, 8], np.int32)
+    full = dataclasses.replace(full, length=jnp.full((2,), 9, jnp.int32))
+    _, logits = EXTEND(w, full, tokens[:2, :8], count)
+    got = np.isnan(logits).all(axis=-1)
+    np.testing.assert_array_equal(got, [[False] * 8, [False] * 7 + [True]])
+    assert np.isnan(logits).sum() == C.vocab_size
+
+
+def test_a_model_that_trains_with_dense_attention_decodes(w, tokens, full):
+    setup = Setup(C, dataclasses.replace(tiny.STRICT, attention="dense"))
+    _, logits = in_pieces(runner(setup), w, cache.empty(setup, 2, 32), tokens[:2], [8])
+    np.testing.assert_allclose(logits, full[:2, :8], atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

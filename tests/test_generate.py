@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -167,6 +170,8 @@ def test_a_bad_line_is_named_before_anything_runs(
         (("--prompts", "absent.jsonl"), "absent.jsonl cannot be read: No such file"),
         (("--prompt", "a", "--batch", "0"), "--batch is how many prompts run together"),
         (("--prompt", "a", "--chunk", "0"), "a chunk of a prompt has at least 1 token"),
+        (("--prompt", "a", "--threshold", "0.5"), "--threshold ends drafts early: give --draft"),
+        (("--prompt", "a", "--out", "both", "--json", "both"), "write to one path: give each its own"),
         (("--prompt", "a", "--draft", "2"), "speculative decoding needs a draft head"),
         (("--prompt", "a", "--stop", ""), "a stop string is empty"),
         (("--prompt", "a", "compute.dtyp=float32"), "did you mean 'dtype'?"),
@@ -282,6 +287,28 @@ def test_an_interruption_keeps_what_is_complete_and_is_status_1(
     assert command(run, "--prompts", lines, "--out", tmp_path / "out.jsonl") == 1
     assert [record["line"] for record in written(tmp_path / "out.jsonl")] == [2]
     assert "stopped: 1 of 2 prompts are complete" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run: Path, tmp_path: Path) -> None:
+    lines = file_of(tmp_path / "prompts.jsonl", {"prompt": "a"})
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", "import sys; from dsflash_jax.cli import main; sys.exit(main())", "generate"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            [*command, str(run), "--prompts", str(lines), "--max-tokens", "1"],
+            stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+def test_only_ends_of_lines_end_a_prompt(tmp_path: Path) -> None:
+    texts = ["a\u2028b\x85c", "d"]
+    lines = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    read = prompts.read(tmp_path / "prompts.jsonl")
+    assert [(one.given.prompt, one.number) for one in read] == [(texts[0], 1), (texts[1], 2)]
 
 
 def test_a_file_of_prompts_is_not_overwritten(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,9 @@ def test_other_tokens_and_rows_are_refused(decoder, ids, stored, tmp_path):
     held = decoder.begin(1, 8)
     with pytest.raises(ValueError, match="row 0 holds 0 tokens"):
         prefix.save(tmp_path / "none.npz", decoder, held, 0, ids)
+    with pytest.raises(ValueError, match=r"prompt ids must lie in 0\.\.39"):  # and do not wrap around at 2^32
+        one = dataclasses.replace(held, length=held.length + 1)
+        prefix.save(tmp_path / "none.npz", decoder, one, 0, ids[:1].astype(np.int64) + 2**32)
     with pytest.raises(ValueError, match=r"the cache has rows 0\.\.0, not 1"):
         prefix.save(tmp_path / "none.npz", decoder, held, 1, ids)
     assert list(tmp_path.iterdir()) == []

@@ -135,6 +135,30 @@ def test_greedy_text_and_cache_are_those_of_plain_decoding(decoder, prompts, pla
     assert (fast.statistics.drafted[:block] > 0).all() and not fast.statistics.drafted[block:].any()
 
 
+def test_drafting_goes_on_behind_a_replayed_prompt_and_changes_no_greedy_token(decoder, prompts):
+    """Prompts of up to a window leave the full prefill's cache; behind longer ones the draft head has their last W."""
+    (whole, _), (plainly, y) = (
+        decoder.prefill(decoder.begin(ROWS, 80), prompts, how=how) for how in ("full", "replay")
+    )
+    for a, b in zip(*(jax.tree.leaves(valid(x)) for x in (plainly, whole)), strict=True):
+        for row in range(C.sliding_window):
+            np.testing.assert_allclose(a[row], b[row], atol=1e-4)
+    assert (np.abs(np.asarray(plainly.draft)[C.sliding_window :]).max(axis=-1) > 0).all()  # no place is empty
+    token = np.asarray(decoder.logits(y)).argmax(axis=-1).astype(np.int32)
+    text, fast = [[int(t)] for t in token], speculate.Speculator(decoder)
+    held, _ = decoder.prefill(decoder.begin(ROWS, 80), prompts, how="replay")
+    now, want = token, [token]
+    for _ in range(6):
+        plainly, logits = decoder.step(plainly, now, np.ones(ROWS, np.int32))
+        now = np.asarray(logits).argmax(axis=-1).astype(np.int32)
+        want.append(now)
+    while min(map(len, text)) < 7:
+        held, made = fast.round(held, np.array([t[-1] for t in text], np.int32), np.ones(ROWS, bool), greedy(ROWS))
+        for row, t in enumerate(text):
+            t += made.tokens[row, : made.count[row]].tolist()
+    np.testing.assert_array_equal([t[:7] for t in text], np.stack(want, axis=1))
+
+
 def test_rows_that_wait_keep_their_cache_and_get_no_token(decoder, prompts):
     fast = speculate.Speculator(decoder)
     held, token = start(decoder, prompts)

@@ -41,6 +41,7 @@ def decode(
     context = context or c.max_position_embeddings // 2
     block = c.dspark_block_size
     need(tokens >= 1 and rows >= 1, f"--tokens and --rows must be at least 1, got {tokens} and {rows}")
+    need(tokens > block, f"--tokens {tokens} may be one round of {block} drafts, too short to time: ask for more")
     room = context + 2 * tokens + 2 * (block + 1)  # the first half is not timed
     need(room <= c.max_position_embeddings,
          f"--context {context}, twice {tokens} tokens and the drafts exceed max_position_embeddings="

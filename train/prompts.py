@@ -68,7 +68,7 @@ class Prompt:
 def read(path: Path) -> list[Prompt]:
     """The prompts of a file, one a line; empty lines are skipped. A bad line raises ValueError with its number."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path} cannot be read: {reason}; give a file with one JSON object a line") from error
