@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny
 
 from dsflash_jax.config import Config
 from train import decode_step
@@ -31,6 +32,15 @@ def test_each_part_of_the_released_step_is_what_the_arithmetic_says(released, co
     for part in (part for part in got if part.startswith("index")):
         assert got[part] == pytest.approx(want[part], rel=0.01)
     assert sum(got.values()) == pytest.approx(sum(want.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("modes", ["2S", "S F2 U"])
+def test_a_model_that_is_not_quantised_has_any_widths_and_sources(modes):
+    c = tiny.with_modes(modes)
+    got, want = decode_step.products(decode_step.lower(c, 256), c), decode_step.costs.decode(c, 256)
+    want = decode_step.costs.flops(want, "alike")
+    assert got["other"] == 0 and want.keys() <= got.keys()
+    assert {part: got[part] for part in want if part in EXACT} == {p: n for p, n in want.items() if p in EXACT}
 
 
 @pytest.mark.slow

@@ -33,9 +33,10 @@ SCOPES = {
 
 
 def setup_of(c: Config) -> Setup:
-    """The model as it is released: every rounding, bfloat16."""
-    on = Quantize(kv_fp4=True, index_fp4=True, window_fp8=True, linear_fp8=True)
-    return Setup(c, Compute(dtype="bfloat16", remat="none"), quantize=on)
+    """The model as it is released: every rounding if its weights are stored so, bfloat16."""
+    on = c.quantization is not None  # widths of other models need not fit the formats
+    how = Quantize(kv_fp4=on, index_fp4=on, window_fp8=on, linear_fp8=on)
+    return Setup(c, Compute(dtype="bfloat16", remat="none"), quantize=how)
 
 
 def parts(c: Config) -> dict[str, str]:
