@@ -218,14 +218,17 @@ def test_a_checkpoints_own_files_go_on_from_ids_and_take_no_text(
     assert (records[1]["text"], records[1]["ids"]) == (None, [int(behind.argmax())])
     want = float(behind.max() - np.log(np.exp(behind - behind.max()).sum()) - behind.max())
     assert records[1]["logprobs"][0] == pytest.approx(want, abs=TOLERANCE)
-    first, second = made["compared"]["differences"]
-    assert second < 1e-5 < first  # a prompt of up to a window is replayed exactly; the longer one is not
+    (apart,) = made["compared"]["differences"]  # a prompt of up to a window is replayed exactly, and not compared
+    assert apart > 1e-5
     agrees = records[0]["ids"] == [int(logits[0, long - 1].argmax())]
-    assert made["compared"]["agrees"] == [agrees, True]
+    assert made["compared"]["agrees"] == [agrees]
     assert made["approximate"] == 1
     shown = capsys.readouterr().err
     assert "prefill by replay: approximate for 1 of 2 prompts, those of more than the window of 8 tokens" in shown
-    assert "logits of the next token differ by up to" in shown
+    assert "logits of the next token differ by up to" in shown and "is the same behind" in shown
+    only = file_of(tmp_path / "short.jsonl", {"ids": ids[1, :short].tolist()})
+    assert command(source, "--prompts", only, *flags[2:], *replay) == 0
+    assert "no prompt is longer than the window of 8 tokens: replay is exact" in capsys.readouterr().err
 
 
 STAGE = {
