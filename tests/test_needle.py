@@ -62,7 +62,7 @@ def hand_set():
     return jax.tree.map(jnp.asarray, w)
 
 
-@pytest.mark.parametrize("value", [3, 8])
+@pytest.mark.parametrize("value", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_key_200_000_tokens_back_is_found_in_decode(value):
     decoder = Decoder(SETUP, hand_set(), chunk=CHUNK)
     text = np.random.default_rng(value).choice(list(FILLER), LENGTH).astype(np.int32)

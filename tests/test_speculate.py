@@ -103,7 +103,10 @@ def cut(most, proposer):
     return propose
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 4, 5])
+SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("block", [*SLOW, 4, 5])
 @pytest.mark.parametrize("draft", ["random", "perfect"])
 def test_greedy_text_and_cache_are_those_of_plain_decoding(decoder, prompts, plain, block, draft):
     proposer = speculate.propose if draft == "random" else speculate.oracle(known(plain), C.vocab_size, 5)
