@@ -47,7 +47,7 @@ def test_a_model_that_is_not_quantised_has_any_widths_and_sources(modes):
 def test_a_million_tokens_cost_at_most_1_65_times_4096_also_compiled(released, capsys):
     made = decode_step.main(released)
     printed = capsys.readouterr().out
-    assert "attention projections" in printed and "prefill of 65,536 tokens, replay over full" in printed
+    assert "routed experts" in printed and "prefill of 65,536 tokens, replay over full" in printed
     for step in made["steps"]:
         assert step["compiled"] == sum(step["program"].values())
         assert step["compiled"] == pytest.approx(sum(step["describe"].values()), rel=0.05)
