@@ -118,12 +118,16 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
     Where rows lie on several devices, each sees all their segments and positions, and keeps its part of what follows.
     Behind a cache a row is one document, which begins there.
     """
-    if cache is not None:
-        return _go_on(c, batch, cache)
-    segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
-    slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
-    slots = jax.tree.map(partial(parallel.own, p), slots)
-    groups, n_groups = balance_groups(segments)
+    if cache is None:
+        segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
+        slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
+        slots = jax.tree.map(partial(parallel.own, p), slots)
+        groups, n_groups = balance_groups(segments)
+        groups = parallel.own(p, groups)
+    else:
+        t, count = batch.tokens.shape[1], jnp.sum(batch.segments > 0, axis=1, dtype=jnp.int32)
+        slots = {r: compressor.following(cache.length, count, t, r) for r in cache.kv}
+        groups, n_groups = jnp.where(batch.segments > 0, 0, -1), 1
     compressed = rope.frequencies(c, compressed=True)
     return Ctx(
         segments=batch.segments,
@@ -133,29 +137,10 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
         },
         slots=slots,
         slot_angles={r: rope.angles(compressed, at.positions * r) for r, at in slots.items()},
-        groups=parallel.own(p, groups),
+        groups=groups,
         n_groups=n_groups,
         engram_rows=batch.engram_rows,
         key=key,
-    )
-
-
-def _go_on(c: Config, batch: Batch, cache: Any) -> Ctx:
-    """`context` of rows behind a cache, right-padded with segment 0."""
-    t, count = batch.tokens.shape[1], jnp.sum(batch.segments > 0, axis=1, dtype=jnp.int32)
-    slots = {r: compressor.following(cache.length, count, t, r) for r in cache.kv}
-    compressed = rope.frequencies(c, compressed=True)
-    return Ctx(
-        segments=batch.segments,
-        angles={
-            "window": rope.angles(rope.frequencies(c, compressed=False), batch.positions),
-            "compressed": rope.angles(compressed, batch.positions),
-        },
-        slots=slots,
-        slot_angles={r: rope.angles(compressed, at.positions * r) for r, at in slots.items()},
-        groups=jnp.where(batch.segments > 0, 0, -1),
-        n_groups=1,
-        engram_rows=batch.engram_rows,
         cache=cache,
     )
 
