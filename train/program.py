@@ -22,6 +22,8 @@ CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?%?([\w.\-, %]+)\}?"
 )
 NAME = re.compile(r'op_name="([^"]*)"')
+# What a loop and a conditional are called by JAX and by HLO. XLA (jaxlib 0.12) names what it makes inside them by them.
+LOOPS = {"while": "while", "cond": "conditional"}
 REST = "other"  # the part of what no pattern finds
 # Compiler options under which a CPU's program keeps every product; the pass that is left out rewrites some.
 KEPT = {"xla_disable_hlo_passes": "algsimp"}
@@ -88,8 +90,8 @@ def products(text: str, turns: int = 1) -> Counter[str]:
     For parts, take the first text: it has every product with its name. XLA's CPU compiler (jaxlib 0.10.2)
     - makes a product of two vectors a multiplication and a sum, and one over an axis of 1 a multiplication, so these
       are missing in the second text, unless it was compiled with the options `KEPT`;
-    - makes products of one row, such as all those of one token, and of more than two axes anew, without a name. They
-      count under the scope of what reads their result first, if that has a name, which may be the next scope;
+    - makes products of one row, such as all those of one token, and of more than two axes anew, without a name of
+      their own. They count under the scope of what reads their result first, if that has one, which may be the next;
     - moves products that no turn changes out of their loop, and drops a branch that is never taken.
     So the second text tells what the first cannot: that in sum nothing was added or lost.
 
@@ -267,8 +269,11 @@ def _shape(operation: Operation) -> tuple[int, ...]:
 
 def _scope(bodies: dict[str, Body], body: Body, operation: Operation) -> str:
     """Path of the scopes around an operation; of one without a name, of the first named one that reads its result."""
-    if found := NAME.search(operation.rest):
-        return found[1].rpartition("/")[0]
+    found = NAME.search(operation.rest)
+    around, _, own = found[1].rpartition("/") if found else ("", "", "")
+    borrowed = own in LOOPS and operation.kind not in LOOPS.values()
+    if found and not borrowed:
+        return around
     for user in body.values():
         operands = _operands(user)
         if operation.name not in operands:
@@ -279,4 +284,4 @@ def _scope(bodies: dict[str, Body], body: Body, operation: Operation) -> str:
             reads = next(o for o in inside.values() if o.kind == "parameter" and o.rest.startswith(f"{place})")), inside
         if scope := _scope(bodies, reads[1], reads[0]):
             return scope
-    return ""
+    return around
