@@ -6,7 +6,7 @@ Hardware: 256 TPU v5p chips (v5p:4x8x8)
 Memory:   56.2 GiB of 95.7 a chip; 95.5 on 128 chips with layout.fsdp=4 accumulate=384 (compiled, not run)
 Recipe:   training specification sections 1.1, 2 and 4: sparse attention from the first step, Reindex layers score all
           they see, no draft head, no YaRN; 447,035 steps of 100,663,296 tokens. At step 337,760 the run moves to
-          configs/extend_1m.py. Text only, byte by byte: tokens of a row are split, and images need whole rows.
+          configs/extend_1m.py. Text only, byte by byte: no source of pictures at this scale exists yet.
 """
 
 from dataclasses import replace

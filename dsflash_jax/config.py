@@ -151,6 +151,13 @@ class Config:
         """The layer table as a mode string, see `modes.parse`."""
         return modes.text(self.table)
 
+    @property
+    def tower(self) -> VisionConfig:
+        """The image tower. Raises ValueError for a model of text."""
+        need(self.vision is not None, "images need an image tower, but the configuration has vision=None: set vision")
+        assert self.vision is not None
+        return self.vision
+
     def with_modes(self, text: str, **changes: Any) -> Config:
         """This configuration with the layers of a mode string, for example `S S F2 U U F1 U X U`, and other `changes`.
 

@@ -23,9 +23,9 @@ from dsflash_jax.cache import Cache, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup, Shared, Stream
 from dsflash_jax.params import Weights
+from dsflash_jax.pixels import Images
 from dsflash_jax.sampling import Settings
 from dsflash_jax.sharding import Layout
-from dsflash_jax.vision import Images
 
 PREFILLS = ("full", "replay")
 Drawn = tuple[Int[Array, " B"], Float[Array, " B"]]  # a token of each row, and its log-probability under the model

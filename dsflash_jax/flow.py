@@ -61,7 +61,7 @@ class Batch:
     targets: Any = None  # int [B, T]: next token of the same document; None to infer
     loss_mask: Any = None  # float [B, T]: 1 where a target counts; None to infer
     engram_rows: Any = None  # int [B, T, tables, N]: n-gram table rows, see `engram.rows`
-    images: Any = None  # vision.Images; None without images
+    images: Any = None  # pixels.Images; None without images
 
 
 @struct.dataclass

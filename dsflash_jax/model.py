@@ -183,7 +183,7 @@ def enter(
     ctx, x = context(c, batch, key, p, held), w["embed"][batch.tokens].astype(dtype)
     if batch.images is not None:
         with jax.named_scope("images"):
-            x, image = vision.merge(w, x, batch.images, c, setup.compute)
+            x, image = vision.merge(w, x, batch.images, c, setup.compute, p)
         ctx = replace(ctx, image=image)
     return w, ctx, Stream(*hyper.start(x, c.hc_mult))
 

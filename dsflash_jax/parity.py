@@ -21,7 +21,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dsflash_jax import checkpoint, engram, indexer, loss, model, op_parity, parity_decode, parity_inputs, vision
+from dsflash_jax import (
+    checkpoint,
+    engram,
+    indexer,
+    loss,
+    model,
+    op_parity,
+    parity_decode,
+    parity_inputs,
+    pixels,
+    vision,
+)
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import Weights
@@ -88,7 +99,7 @@ def batch_of(c: Config, inputs: Arrays) -> Batch:
     mask = np.ones((b, t), np.float32)
     mask[:, -1] = 0
     rows = None
-    image = inputs["token_types"] != vision.TEXT if c.vision else None
+    image = inputs["token_types"] != pixels.TEXT if c.vision else None
     if c.engram_layer_ids:
         at = engram.Layout(*(inputs[f"engram_{n}"] for n in ("primes", "offsets", "multipliers")))
         compressed = inputs["engram_token_map"][inputs["input_ids"]]
@@ -99,7 +110,7 @@ def batch_of(c: Config, inputs: Arrays) -> Batch:
     )  # fmt: skip
 
 
-def images_of(c: Config, inputs: Arrays) -> vision.Images | None:
+def images_of(c: Config, inputs: Arrays) -> pixels.Images | None:
     """The recorded images, `image_<row>_<index of START>_patches` and `_grid`; None without."""
     found = [at for at in map(parity_inputs.IMAGE.fullmatch, inputs) if at]
     if not found:
@@ -110,7 +121,7 @@ def images_of(c: Config, inputs: Arrays) -> vision.Images | None:
         patches, grid = inputs[at[0]], inputs[at[0].replace("patches", "grid")]
         rows[int(at[1])].append((int(at[2]), patches.reshape(len(patches), -1), (int(grid[0]), int(grid[1]))))
     slots, most = max(map(len, rows)), max(len(inputs[at[0]]) for at in found)
-    return jax.tree.map(jnp.asarray, vision.collate(rows, c, t, slots, most))
+    return jax.tree.map(jnp.asarray, pixels.collate(rows, c, t, slots, most))
 
 
 def traced(setup: Setup, w: Weights, batch: Batch) -> Arrays:
@@ -140,7 +151,7 @@ def traced(setup: Setup, w: Weights, batch: Batch) -> Arrays:
     return out
 
 
-def image_embeds(setup: Setup, w: Weights, images: vision.Images) -> Arrays:
+def image_embeds(setup: Setup, w: Weights, images: pixels.Images) -> Arrays:
     """What the aligner makes of each image, `image_embeds_<row>_<index of START>`."""
     c, (b, n) = setup.config, images.grid.shape[:2]
     own = model.cast(vision.weights(c), w, jnp.dtype(setup.compute.dtype))
@@ -149,7 +160,7 @@ def image_embeds(setup: Setup, w: Weights, images: vision.Images) -> Arrays:
     made = np.asarray(encode(own, patches.reshape(b * n, *patches.shape[2:]), jnp.asarray(grid), c, setup.compute))
     out = {}
     for i, start in enumerate(np.asarray(images.start).reshape(-1)):
-        rows, columns = vision.cells((int(grid[i, 0]), int(grid[i, 1])), c)
+        rows, columns = pixels.cells((int(grid[i, 0]), int(grid[i, 1])), c)
         out[f"image_embeds_{i // n}_{start}"] = made[i, : rows * columns]
     return out
 

@@ -18,9 +18,9 @@ from dsflash_jax import decode, sampling
 from dsflash_jax import prefix as prefixes
 from dsflash_jax.cache import Cache
 from dsflash_jax.decode import Decoder
+from dsflash_jax.pixels import Images
 from dsflash_jax.sampling import Settings
 from dsflash_jax.speculate import Round, Speculator
-from dsflash_jax.vision import Images
 
 TextOf = Callable[[int], bytes]  # the bytes that an id stands for, none for a special one
 Finish = Literal["length", "stop", "eos"]  # as many tokens as were asked for; a stop string or id; end of sequence

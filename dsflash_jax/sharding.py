@@ -191,8 +191,6 @@ def check(c: Config, batch: int, length: int, at: Layout) -> None:
     rows, tokens = at.size(at.rows), at.size(at.tokens)
     need(batch % rows == 0, f"{batch} rows do not divide over {'x'.join(at.rows)} = {rows} devices: make "
          "data.batch_size / accumulate a multiple")  # fmt: skip
-    need(c.vision is None or not at.tokens,
-         f"a model with images needs whole rows on a device, but {'x'.join(at.tokens)} splits tokens")  # fmt: skip
     unit = tokens * int(np.lcm.reduce([r for r in c.compress_ratios if r] or [1]))
     need(tokens == 1 or length % unit == 0,
          f"rows of {length} tokens do not divide over {'x'.join(at.tokens)} = {tokens} devices in whole slots: make "

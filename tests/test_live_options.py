@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 from configs.demo import config as run
-from dsflash_jax import checkpoint, draft, flow, hyper, inventory, loss, model, modes, vision
+from dsflash_jax import checkpoint, draft, flow, hyper, inventory, loss, model, modes, pixels, vision
 from dsflash_jax.config import Config, Objective, QuantizationConfig, Quantize, RopeScaling, VisionConfig
 from dsflash_jax.flow import Setup
 from dsflash_jax.params import leaves
@@ -248,8 +248,8 @@ def test_a_field_changes_the_features_of_an_image(path, value):
 @pytest.mark.parametrize(("path", "value"), OF_PICTURES.items())
 def test_a_field_changes_the_grid_of_an_image(path, value):
     image = np.zeros((8, 16, 3), np.uint8)
-    assert vision.preprocess(image, WHOLE)[1] == (4, 8)
-    assert vision.preprocess(image, changed(WHOLE, path, value))[1] != (4, 8)
+    assert pixels.preprocess(image, WHOLE)[1] == (4, 8)
+    assert pixels.preprocess(image, changed(WHOLE, path, value))[1] != (4, 8)
 
 
 @pytest.mark.parametrize(("path", "value"), OF_STORAGE.items())

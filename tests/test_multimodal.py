@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from dsflash_jax import engram, model, vision
+from dsflash_jax import engram, model, pixels
 from dsflash_jax.config import Compute, Config
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.params import map_weights
@@ -41,7 +41,7 @@ def fill(c: Config) -> dict[str, Any]:
     return map_weights(lambda d: jnp.asarray(draw(d), jnp.float32), model.declare(c))
 
 
-def batch_of(c: Config, images: vision.Images | None, spans: bool = True, second: int = T) -> Batch:
+def batch_of(c: Config, images: pixels.Images | None, spans: bool = True, second: int = T) -> Batch:
     """Two rows of text, row 0 with the span; `images` None or of empty slots leave it text to the model.
 
     A second document starts in each row at index `second`.
@@ -57,13 +57,13 @@ def batch_of(c: Config, images: vision.Images | None, spans: bool = True, second
     return Batch(*arrays, engram_rows=jnp.asarray(rows), images=jax.tree.map(jnp.asarray, images))
 
 
-def pictures(c: Config, seed: int, row: int | None = 0) -> vision.Images:
+def pictures(c: Config, seed: int, row: int | None = 0) -> pixels.Images:
     """One image of noise at SPAN of a row, or only an empty slot."""
     assert c.vision is not None
-    width = vision.CHANNELS * c.vision.patch_size**2
+    width = pixels.CHANNELS * c.vision.patch_size**2
     patches = np.random.default_rng(seed).standard_normal((GRID[0] * GRID[1], width)).astype(np.float32)
     listed = [[(SPAN, patches, GRID)] if b == row else [] for b in range(2)]
-    return vision.collate(listed, c, T, slots=1, patches=len(patches))
+    return pixels.collate(listed, c, T, slots=1, patches=len(patches))
 
 
 @partial(jax.jit, static_argnames="c")
@@ -136,15 +136,15 @@ def test_groups_are_counted_from_the_document_not_from_the_image(c: Config) -> N
 
     def latents(seed: int) -> np.ndarray:
         (patches,) = pictures(c, seed).patches[0]
-        images = vision.collate([[(p, patches, GRID)] for p in prompts], c, T, slots=1, patches=len(patches))
+        images = pixels.collate([[(p, patches, GRID)] for p in prompts], c, T, slots=1, patches=len(patches))
         tokens = jnp.full((len(prompts), T), 3, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
         batch = Batch(tokens, jnp.ones_like(tokens), positions, images=jax.tree.map(jnp.asarray, images))
         return np.asarray(run(layer, fill(layer), batch)[1][0]["latent"])  # [prompts, slots, Dh]
 
     moved = (latents(0) != latents(1)).any(axis=-1)
-    pixels = [(p + 1, p + 2) for p in prompts]  # START comes before the two cells, NEWLINE and END behind
-    assert [set(np.flatnonzero(row)) for row in moved] == [{at // 2 for at in both} for both in pixels]
+    cells = [(p + 1, p + 2) for p in prompts]  # START comes before the two cells, NEWLINE and END behind
+    assert [set(np.flatnonzero(row)) for row in moved] == [{at // 2 for at in both} for both in cells]
 
 
 def test_pixels_do_not_reach_the_next_document_of_their_row(c: Config, w: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_digits import tiny
 
-from dsflash_jax import engram, vision
+from dsflash_jax import engram, pixels, vision
 from train import corpus, data, digits, main, tokenizer
 from train.config import Run
 from train.data import Data
@@ -51,7 +51,7 @@ def located(batch: data.Arrays) -> np.ndarray:
     """Which tokens the model writes an image span over."""
     grid, start = (jnp.asarray(a) for a in (batch["images"].grid, batch["images"].start))
     kind, _, _ = vision.locate(grid, start, batch["tokens"].shape[1], 2)
-    return np.asarray(kind) != vision.TEXT
+    return np.asarray(kind) != pixels.TEXT
 
 
 def assert_equal(a: data.Arrays, b: data.Arrays) -> None:
@@ -117,7 +117,7 @@ def test_each_picture_shows_the_number_behind_it(run: Run) -> None:
         pictured = [d for d in shown if d.picture is not None]
         for slot, d in enumerate(pictured):
             assert d.picture is not None
-            patches, grid = vision.preprocess(d.picture.draw(), run.model)
+            patches, grid = pixels.preprocess(d.picture.draw(), run.model)
             np.testing.assert_array_equal(batch["images"].patches[row, slot], patches)
             assert tuple(batch["images"].grid[row, slot]) == grid
             at = batch["images"].start[row, slot] + SPAN

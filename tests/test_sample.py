@@ -13,7 +13,7 @@ import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsflash_jax import decode, engram, model, vision
+from dsflash_jax import decode, engram, model, pixels
 from dsflash_jax.config import VisionConfig
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch, Setup
@@ -40,9 +40,9 @@ ONE, TWO, SEES, LONG = range(4)
 
 def picture():
     """The image of a row, with room for one patch more than it has."""
-    width = vision.CHANNELS * TOWER.patch_size**2
+    width = pixels.CHANNELS * TOWER.patch_size**2
     drawn = np.random.default_rng(3).standard_normal((2, width)).astype(np.float32)
-    return vision.collate([[(START, drawn, GRID)]], C, 7, slots=1, patches=3)
+    return pixels.collate([[(START, drawn, GRID)]], C, 7, slots=1, patches=3)
 
 
 def request(row, **changes):
@@ -96,7 +96,7 @@ def full(w):
         row = np.zeros((1, WIDTH), np.int32)
         row[0, : len(ids)] = ids
         table = engram.rows(row.astype(np.int64), at, engram.layout(C), C.engram_pad_token_id, row == IMAGE)
-        images = vision.collate([[]], C, WIDTH, 1, 3) if images is None else images
+        images = pixels.collate([[]], C, WIDTH, 1, 3) if images is None else images
         batch = Batch(row, (at < len(ids)).astype(np.int32), at, engram_rows=table, images=images)
         return np.asarray(logits(w, batch))[0, len(ids) - 1]
 
@@ -230,7 +230,7 @@ def test_only_what_may_be_a_stop_string_or_a_character_is_held_back():
         ({"stop_ids": (40,)}, r"stop ids must lie in 0\.\.39"),
         ({"stop": ("a",)}, "stop strings need the text of ids"),
         ({"stop": ("",)}, "a stop string is empty"),
-        ({"images": vision.Images(*(np.zeros((2, *[0] * n)) for n in (3, 2, 1)))}, "its own row, got those of 2 rows"),
+        ({"images": pixels.Images(*(np.zeros((2, *[0] * n)) for n in (3, 2, 1)))}, "its own row, got those of 2 rows"),
     ],
 )
 def test_what_cannot_be_met_is_refused_before_anything_runs(decoder, changes, message):

@@ -20,7 +20,7 @@ from tiny_digits import arguments, tiny
 from dsflash_jax import cli, loss, model
 from dsflash_jax.flow import Batch
 from dsflash_jax.params import leaves, map_weights
-from dsflash_jax.vision import Images
+from dsflash_jax.pixels import Images
 from train import data, digits, main, metrics, step
 from train.saver import Saver
 

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image as Pillow
-from PIL import ImageOps
 
-from dsflash_jax import moe, vision
+from dsflash_jax import moe, pixels, vision
 from dsflash_jax.checkpoint import Entry
 from dsflash_jax.config import Compute, Config
 from dsflash_jax.ops import rms_norm
@@ -39,10 +37,6 @@ def encode(w, patches, grid, how=F32):
 
 
 locate = jax.jit(partial(vision.locate, length=40, ratio=3))
-
-
-def with_vision(c, **changes):
-    return replace(c, vision=replace(c.vision, **changes))
 
 
 def entries(c):
@@ -100,104 +94,16 @@ def test_a_configuration_without_a_tower_is_refused():
         vision.weights(replace(TINY, vision=None))
 
 
-# Preprocessing.
-
-# (width, height): cells as (rows, columns). Made by the published preprocessing with the released settings.
-PUBLISHED_CELLS = {
-    (1, 1): (13, 13), (2, 3): (16, 11), (13, 14): (14, 13), (28, 14): (10, 19), (543, 544): (13, 13),
-    (240, 180): (12, 15), (640, 480): (12, 16), (768, 1024): (25, 19), (1600, 1200): (27, 36), (4096, 4096): (31, 31),
-    (1414, 1414): (31, 31), (4, 400): (130, 2), (400, 4): (2, 130), (4200, 100): (3, 100), (100, 4200): (100, 3),
-    (10000, 10): (1, 410), (10, 10000): (410, 1), (2653, 1236): (21, 45), (594, 4390): (81, 11), (1444, 1240): (29, 34),
-    (839, 2): (1, 266), (34, 1194): (77, 3), (3433, 4380): (35, 27), (4922, 431): (9, 103), (533, 498): (13, 14),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("size", PUBLISHED_CELLS)
-def test_an_image_is_fitted_into_the_cells_that_the_published_preprocessing_gives_it(size):
-    tall, wide = vision.target_size(size[1], size[0], RELEASED)
-    assert tall % 14 == wide % 14 == 0
-    assert vision.cells((tall // 14, wide // 14), RELEASED) == PUBLISHED_CELLS[size]
-
-
-def test_the_most_extreme_shapes_become_one_column_or_one_row():
-    assert vision.target_size(2000, 1, RELEASED) == (511 * 42, 42)
-    assert vision.target_size(1, 20000, RELEASED) == (42, 1021 * 42)
-
-
-@settings(max_examples=300)
-@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(4, 40), st.sampled_from([1, 3]), st.booleans())
-def test_every_shape_and_budget_gives_at_least_one_cell_within_the_budget(height, width, budget, ratio, small):
-    c = with_vision(
-        RELEASED, max_image_tokens=budget, downsample_ratio=ratio, min_pixels=1 if small else RELEASED.vision.min_pixels
-    )
-    tall, wide = vision.target_size(height, width, c)
-    assert tall % 14 == wide % 14 == 0 and min(tall, wide) >= 14
-    assert vision.span_length((tall // 14, wide // 14), c) <= budget
-
-
-@pytest.mark.parametrize(("width", "height"), [(1, 2000), (2000, 1), (1, 1), (100000, 1)])
-def test_an_extreme_image_with_the_smallest_budget_is_one_cell(width, height):
-    c = with_vision(RELEASED, max_image_tokens=4)
-    patches, grid = vision.preprocess(np.zeros((height, width, 3), np.uint8), c)
-    assert vision.cells(grid, c) == (1, 1) and patches.shape == (grid[0] * grid[1], 588)
-
-
-def test_an_image_that_is_none_is_refused():
-    image = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match=r"uint8 \[height, width, 3\], got uint8 \[4, 4, 1\]"):
-        vision.preprocess(image[..., :1], RELEASED)
-    with pytest.raises(ValueError, match="got float32"):
-        vision.preprocess(image.astype(np.float32), RELEASED)
-    with pytest.raises(ValueError, match="at least 1 x 1 pixels, got 0 x 4"):
-        vision.preprocess(image[:0], RELEASED)
-
-
-# Matplotlib, which the package needs, brings Pillow.
-@pytest.mark.parametrize("target", [(31, 17), (64, 200), (5, 9), (48, 90), (1, 1), (47, 90)])
-def test_resizing_is_pillows_to_the_bit(target):
-    image = np.random.default_rng(0).integers(0, 256, (48, 90, 3), np.uint8)
-    image[:, :40] = np.where(image[:, :40] > 127, 255, 0)  # overshoots of the kernel are clipped
-    expected = np.asarray(Pillow.fromarray(image).resize((target[1], target[0]), Pillow.Resampling.BICUBIC))
-    np.testing.assert_array_equal(vision.resize(image, *target), expected)
-
-
-@pytest.mark.parametrize("shape", [(40, 61), (61, 40), (33, 200), (90, 3), (1, 70), (56, 56)])
-def test_patches_are_those_of_pillows_padding(shape):
-    c = with_vision(TINY, max_image_tokens=32, min_pixels=900)
-    image = np.random.default_rng(1).integers(0, 256, (*shape, 3), np.uint8)
-    tall, wide = vision.target_size(*shape, c)
-    padded = np.asarray(ImageOps.pad(Pillow.fromarray(image), (wide, tall), color=(127, 127, 127)), np.float32)
-    patches, grid = vision.preprocess(image, c)
-    assert grid == (tall // 4, wide // 4) and patches.dtype == ml_dtypes.bfloat16
-    for r in range(grid[0]):
-        for s in range(grid[1]):
-            block = padded[r * 4 : r * 4 + 4, s * 4 : s * 4 + 4]
-            expected = np.moveaxis((block / np.float32(255) - np.float32(0.5)) / np.float32(0.5), 2, 0)
-            np.testing.assert_array_equal(patches[r * grid[1] + s], expected.reshape(-1).astype(ml_dtypes.bfloat16))
-
-
-def test_the_aspect_clamp_bounds_wide_images_only_and_stretches_them():
-    c = with_vision(TINY, min_pixels=1, max_image_tokens=1000, max_wh_ratio=2.0)
-    assert vision.target_size(16, 64, c) == (16, 32)
-    assert vision.target_size(64, 16, c) == (64, 16)
-    image = np.random.default_rng(2).integers(0, 256, (16, 64, 3), np.uint8)
-    patches, _ = vision.preprocess(image, c)
-    stretched = np.asarray(Pillow.fromarray(image).resize((32, 16)), np.float32)
-    np.testing.assert_allclose(  # bfloat16 keeps eight bits
-        patches[0].reshape(3, 4, 4).astype(np.float32), np.moveaxis(stretched[:4, :4] / 127.5 - 1, 2, 0), atol=2**-8
-    )
-
-
 def test_features_and_merged_embeddings_match_the_reference(reference):
     inputs, trace, w, stored = reference
     patches, grid = inputs["image_0_3_patches"].reshape(20, 48), tuple(inputs["image_0_3_grid"].tolist())
-    images = vision.collate([[(3, patches, grid)], []], TINY, length=27, slots=2, patches=24)
+    images = pixels.collate([[(3, patches, grid)], []], TINY, length=27, slots=2, patches=24)
     x, image = merge(w, jnp.asarray(stored["embed.weight"][inputs["input_ids"]]), images)
     # Float32 in another order of sums; the reference's stated tolerance.
     np.testing.assert_allclose(x, trace["embed"], atol=2e-4)
     np.testing.assert_allclose(x[0, [4, 5, 7, 8]], trace["image_embeds_0_3"], atol=2e-4)
     np.testing.assert_array_equal(image, inputs["token_types"] >= 0)
-    np.testing.assert_array_equal(vision.span_types(grid, TINY), inputs["image_0_3_types"])
+    np.testing.assert_array_equal(pixels.span_types(grid, TINY), inputs["image_0_3_types"])
 
 
 def test_pixels_of_one_image_do_not_move_the_features_of_another(weights):
@@ -260,7 +166,7 @@ def test_the_tower_is_the_plain_loop_over_its_blocks(weights):
 
 def test_the_size_of_the_program_does_not_depend_on_the_depth():
     def lines(depth):
-        c = with_vision(TINY, num_hidden_layers=depth)
+        c = replace(TINY, vision=replace(TINY.vision, num_hidden_layers=depth))
         w = map_weights(lambda d: jax.ShapeDtypeStruct(d.full_shape, jnp.float32), vision.weights(c))
         shapes = [jax.ShapeDtypeStruct((2, 24, 48), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.int32)]
         return len(jax.jit(partial(vision.encode, c=c, how=F32)).lower(w, *shapes).as_text().splitlines())
@@ -275,12 +181,12 @@ def test_the_size_of_the_program_does_not_depend_on_the_depth():
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_tokens_are_what_the_span_says_in_reading_order(rows, columns, start):
     grid = rows, columns
-    kinds = vision.span_types(grid, TINY)
+    kinds = pixels.span_types(grid, TINY)
     kind, slot, cell = locate(jnp.asarray([[(0, 0), grid]], jnp.int32), jnp.asarray([[0, start]], jnp.int32))
-    expected = np.full(40, vision.TEXT)
+    expected = np.full(40, pixels.TEXT)
     expected[start : start + len(kinds)] = kinds
     np.testing.assert_array_equal(kind[0], expected)
-    image = np.flatnonzero(expected == vision.IMAGE)
+    image = np.flatnonzero(expected == pixels.IMAGE)
     np.testing.assert_array_equal(cell[0, image], np.arange(len(image)))
     np.testing.assert_array_equal(slot[0, image], 1)
 
@@ -289,7 +195,7 @@ def test_tokens_are_what_the_span_says_in_reading_order(rows, columns, start):
 def test_a_span_may_start_anywhere_and_reads_the_same(weights, start):
     image = random_patches(4, 20), (5, 4)
     x = jnp.zeros((2, 27, 64), jnp.float32)
-    out, _ = merge(weights, x, vision.collate([[(start, *image)], [(10, *image)]], TINY, 27, 2, 24))
+    out, _ = merge(weights, x, pixels.collate([[(start, *image)], [(10, *image)]], TINY, 27, 2, 24))
     np.testing.assert_array_equal(out[0, start : start + 8], out[1, 10:18])
     np.testing.assert_array_equal(out[0, start + 8 :], 0.0)
 
@@ -298,19 +204,19 @@ def test_images_of_one_row_and_of_other_rows_fill_their_own_spans(weights):
     p = [random_patches(i, n) for i, n in enumerate((20, 6, 9))]
     x = jnp.full((2, 27, 64), 7.0, jnp.float32)
     layout = [[(12, p[0], (5, 4)), (2, p[1], (2, 3))], [(0, p[2], (9, 1))]]
-    out, image = merge(weights, x, vision.collate(layout, TINY, 27, 2, 24))
+    out, image = merge(weights, x, pixels.collate(layout, TINY, 27, 2, 24))
     expected = np.zeros((2, 27), bool)
     expected[0, 2:6] = expected[0, 12:20] = expected[1, :8] = True
     np.testing.assert_array_equal(image, expected)
     np.testing.assert_array_equal(np.asarray(out)[~expected], 7.0)
     for b, (start, patches, grid) in [(0, layout[0][0]), (0, layout[0][1]), (1, layout[1][0])]:
-        kinds = vision.span_types(grid, TINY)
+        kinds = pixels.span_types(grid, TINY)
         room = np.zeros((2, 24, 48), np.float32)
         room[0, : len(patches)] = patches
         features = encode(weights, room, jnp.asarray([grid, (0, 0)], jnp.int32))[0]
         span = np.asarray(out)[b, start : start + len(kinds)]
-        cells = int((kinds == vision.IMAGE).sum())
-        np.testing.assert_allclose(span[kinds == vision.IMAGE], features[:cells], atol=1e-5)  # another program
+        cells = int((kinds == pixels.IMAGE).sum())
+        np.testing.assert_allclose(span[kinds == pixels.IMAGE], features[:cells], atol=1e-5)  # another program
         for kind, name in ((0, "image_start"), (2, "image_newline"), (3, "image_end")):
             np.testing.assert_array_equal(span[kinds == kind], np.tile(weights[name], ((kinds == kind).sum(), 1)))
 
@@ -318,25 +224,9 @@ def test_images_of_one_row_and_of_other_rows_fill_their_own_spans(weights):
 def test_a_batch_without_images_passes_unchanged(weights):
     x = jnp.ones((2, 27, 64), jnp.float32)
     for slots in (0, 2):
-        out, image = merge(weights, x, vision.collate([[], []], TINY, 27, slots, 24))
+        out, image = merge(weights, x, pixels.collate([[], []], TINY, 27, slots, 24))
         np.testing.assert_array_equal(out, x)
         assert not image.any()
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([(0, (5, 4)), (7, (1, 1))], r"row 0, image 1: span 7\.\.11 must lie in 8\.\.27"),
-        ([(20, (5, 4))], r"span 20\.\.28 must lie in 0\.\.27"),
-        ([(0, (1, 1))] * 3, "has 3 images, room is for 2"),
-        ([(0, (5, 5))], "has 25 patches, room is for 24"),
-        ([(0, (0, 4))], r"grid \(0, 4\) needs patches"),
-    ],
-)
-def test_images_that_do_not_fit_are_refused(row, message):
-    images = [(start, np.zeros((grid[0] * grid[1], 48), np.float32), grid) for start, grid in row]
-    with pytest.raises(ValueError, match=message):
-        vision.collate([images], TINY, length=27, slots=2, patches=24)
 
 
 def test_bfloat16_features_stay_near_those_of_float32(weights):
@@ -352,7 +242,7 @@ def test_bfloat16_features_stay_near_those_of_float32(weights):
 def test_gradients_reach_every_weight_and_the_text_and_are_finite(weights):
     patches = random_patches(0, 2, 21)
     layout = [[(0, patches[0, :20], (5, 4)), (9, patches[1, :21], (3, 7))], []]
-    images = vision.collate(layout, TINY, 27, 2, 24)  # the second row's slots stay empty
+    images = pixels.collate(layout, TINY, 27, 2, 24)  # the second row's slots stay empty
     target = jax.random.normal(jax.random.key(0), (2, 27, 64))
     loss = lambda w, x: jnp.sum(target * vision.merge(w, x, images, TINY, F32)[0])  # noqa: E731
     by_weight, by_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, jnp.zeros((2, 27, 64), jnp.float32))

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from dsflash_jax import vision
+from dsflash_jax import pixels
 from dsflash_jax.config import need
 from dsflash_jax.flow import Batch
 from train import data, placement, program
@@ -180,7 +180,7 @@ def abstract_batch(run: Run, place: placement.Placement) -> Batch:
     table = whole(jnp.int32, len(c.engram_layer_ids), heads) if c.engram_layer_ids else None
     images = None
     if c.vision is not None:
-        empty = vision.collate([[]], c, run.data.seq_len, *data.load(run.data, model=c).room)
+        empty = pixels.collate([[]], c, run.data.seq_len, *data.load(run.data, model=c).room)
         images = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), empty)
     return place.abstract(Batch(tokens, segments, positions, targets, whole(jnp.float32), table, images))
 

@@ -22,12 +22,12 @@ from typing import Any
 import grain
 import numpy as np
 
-from dsflash_jax import vision
+from dsflash_jax import pixels
 from dsflash_jax.config import Config
 from train import corpus, tokenizer
 from train.corpus import Split
 
-Arrays = dict[str, Any]  # NumPy arrays, and `vision.Images` of them under "images"
+Arrays = dict[str, Any]  # NumPy arrays, and `pixels.Images` of them under "images"
 
 HELDOUT_SEED = 0  # held-out rows come in one mixed order, whatever the seed of a run, so that a few are a fair sample
 
@@ -134,17 +134,17 @@ def prompt(document: corpus.Document, model: Config | None) -> np.ndarray:
     if document.picture is None:
         return np.array([tokenizer.BOS], np.int32)
     assert model is not None
-    span = vision.span_length(_grid(document.picture, model), model)
+    span = pixels.span_length(_grid(document.picture, model), model)
     return np.array([tokenizer.BOS] + [model.image_token_id] * span, np.int32)
 
 
-def shown(data: Data, model: Config, count: int) -> Iterator[tuple[corpus.Document, np.ndarray, vision.Images]]:
+def shown(data: Data, model: Config, count: int) -> Iterator[tuple[corpus.Document, np.ndarray, pixels.Images]]:
     """The first held-out documents with a picture, each with its prompt and the one image of a row of that prompt."""
     documents = corpus.part(corpus.load(data.source), "heldout", data.holdout)
     for d in islice((d for d in documents if d.picture is not None), count):
         assert d.picture is not None and model is not None
-        ids, (patches, grid) = prompt(d, model), vision.preprocess(d.picture.draw(), model)
-        yield d, ids, vision.collate([[(1, patches, grid)]], model, ids.size, 1, len(patches))
+        ids, (patches, grid) = prompt(d, model), pixels.preprocess(d.picture.draw(), model)
+        yield d, ids, pixels.collate([[(1, patches, grid)]], model, ids.size, 1, len(patches))
 
 
 def prompt_and_text(document: corpus.Document, model: Config | None) -> np.ndarray:
@@ -156,7 +156,7 @@ def prompt_and_text(document: corpus.Document, model: Config | None) -> np.ndarr
 
 def _grid(picture: corpus.Picture, model: Config | None) -> tuple[int, int]:
     assert model is not None and model.vision is not None
-    tall, wide = vision.target_size(picture.height, picture.width, model)
+    tall, wide = pixels.target_size(picture.height, picture.width, model)
     return tall // model.vision.patch_size, wide // model.vision.patch_size
 
 
@@ -224,13 +224,13 @@ def collate(packed: Packed, rows: Sequence[Sequence[int]], seq_len: int, align: 
             picture = packed.picture(i)
             if picture is not None:
                 assert packed.model is not None
-                images[r].append((at + 1, *vision.preprocess(picture.draw(), packed.model)))
+                images[r].append((at + 1, *pixels.preprocess(picture.draw(), packed.model)))
             out["segments"][r, at : at + n] = segment
             out["positions"][r, at : at + n] = np.arange(n, dtype=np.int32)
             at += _aligned(n, align)
     if packed.room[0]:
         assert packed.model is not None
-        out["images"] = vision.collate(images, packed.model, seq_len, *packed.room)
+        out["images"] = pixels.collate(images, packed.model, seq_len, *packed.room)
         spans = out["targets"] == packed.model.image_token_id
         out["loss_mask"][spans], out["targets"][spans] = 0, tokenizer.PAD
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from dsflash_jax import vision
+from dsflash_jax import pixels
 
 GUESS = log(10)  # nats a caption byte without looking
 DOCUMENTS = 32768
@@ -48,7 +48,7 @@ def draw(text: str, seed: int) -> UInt8[np.ndarray, "height width 3"]:
     line = np.concatenate([np.pad(glyph(int(digit)), ((0, 0), (0, 1))) for digit in text], axis=1)[:, :-1]  # 1 between
     scale = rng.uniform(*PIXELS)
     tall, wide = (round(n * scale) for n in line.shape)
-    cover = vision.resize(line[..., None], tall, wide) / 255.0  # [tall, wide, 1], how much is glyph
+    cover = pixels.resize(line[..., None], tall, wide) / 255.0  # [tall, wide, 1], how much is glyph
     ground = rng.uniform(0, 255 - LIGHTER, 3)
     ink = rng.uniform(ground + LIGHTER, 255)
     out = np.broadcast_to(ground, (HEIGHT, WIDTH, 3)).copy()
