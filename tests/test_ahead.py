@@ -113,7 +113,7 @@ def test_options_stand_in_place_of_the_fields_that_they_name(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [(), ("layout.fsdp=2",)])
-@pytest.mark.parametrize("name", ["demo", "digits"])
+@pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.slow), "digits"])
 def test_the_abstract_batch_is_the_one_that_training_takes_on_one_device_and_more(name, layout):
     """With n-gram rows, and with images."""
     run = override(find(name), ["accumulate=2", "data.prefetch=0", "data.holdout=0", *layout])

@@ -45,7 +45,9 @@ def _equal_steps_are_traced_once() -> Iterator[None]:
 def straight(corpus: Path) -> Path:
     """Folder of a run that nothing cut, started as a user does."""
     out = corpus.parent / "straight"
-    assert cli.main(["train", *arguments(corpus, out), "--json", str(out / "new" / "result.json")]) == 0
+    assert (
+        cli.main(["train", *arguments(corpus, out, "sample_tokens=3"), "--json", str(out / "new" / "result.json")]) == 0
+    )
     return out
 
 
@@ -138,7 +140,7 @@ def test_a_finished_run_says_so_and_trains_no_more(
 ) -> None:
     before, text = lines(straight), (straight / "sample.txt").read_text()
     monkeypatch.setattr(main, "_loop", None)  # calling it would raise
-    assert main.run(tiny(corpus, straight)) == 0
+    assert main.run(tiny(corpus, straight, "sample_tokens=3")) == 0
     assert "has reached its last step 10 already: nothing to train" in capsys.readouterr().out
     assert lines(straight) == before
     assert (straight / "sample.txt").read_text() == text
@@ -157,7 +159,7 @@ def during_step(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Sig
     monkeypatch.setattr(metrics.Log, "write", write_and_send)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(
     number: signal.Signals, straight: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,8 +259,9 @@ def test_a_run_leaves_after_the_update_it_is_told(corpus: Path, tmp_path: Path) 
     assert (result["status"], result["step"]) == (main.AS_ASKED, 2)
 
 
+@pytest.mark.slow
 def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Path) -> None:
-    config = tiny(corpus, tmp_path, *ENGRAM)
+    config = tiny(corpus, tmp_path, *ENGRAM, "sample_tokens=3")
     assert main.run(config) == 0
     state, _ = checkpoint(config)
     fresh = jax.device_get(main.start(config)).params["layers"]
@@ -273,10 +276,11 @@ def test_a_model_with_ngram_memory_trains_and_samples(corpus: Path, tmp_path: Pa
 
 
 def test_a_run_may_hold_nothing_out(corpus: Path, tmp_path: Path) -> None:
-    assert main.run(tiny(corpus, tmp_path, "data.holdout=0", "sample_tokens=0"), until=1) == 0
+    assert main.run(tiny(corpus, tmp_path, "data.holdout=0"), until=1) == 0
     assert metrics.read(tmp_path / "metrics.jsonl", "heldout") == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_over_a_batch_in_the_parts_of_a_step(corpus: Path, tmp_path: Path) -> None:
     whole = tiny(corpus, tmp_path, "data.batch_size=4")
     parts = replace(whole, accumulate=2)
@@ -364,7 +368,7 @@ def test_a_step_that_is_not_finite_names_the_text_of_its_batch_wherever_the_run_
     spoilt = Saver(tiny(corpus, tmp_path / "spoilt"))
     spoilt.save(state, {"step": HALF})
     spoilt.close()
-    config = tiny(corpus, tmp_path / "run", f"start_from={tmp_path / 'spoilt'}", "sample_tokens=0")
+    config = tiny(corpus, tmp_path / "run", f"start_from={tmp_path / 'spoilt'}")
     assert main.run(config, tmp_path / "result.json") == 1
     batches = data.batches(config.data)
     first = batches.contents(0)[0][0]

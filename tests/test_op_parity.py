@@ -25,12 +25,14 @@ def stems(golden: Path) -> list[str]:
     return [path.stem for path in op_parity.files(golden / "ops")]
 
 
+@pytest.mark.slow
 def test_every_recorded_op_agrees(checked: Any, golden: Path) -> None:
     lines, _ = checked
     assert [line for line in lines if not line.passed] == []
     assert sorted({line.trace for line in lines}) == stems(golden)
 
 
+@pytest.mark.slow
 def test_every_recorded_array_is_an_input_or_compared_or_named_as_uncovered(checked: Any, golden: Path) -> None:
     lines, uncovered = checked
     for path in op_parity.files(golden / "ops"):
@@ -42,10 +44,12 @@ def test_every_recorded_array_is_an_input_or_compared_or_named_as_uncovered(chec
         assert arrays == inputs | (named & arrays) | {x.array.split(",")[0] for x in lines if x.trace == path.stem}
 
 
+@pytest.mark.slow
 def test_every_recorded_array_is_covered(checked: Any) -> None:
     assert checked[1] == []
 
 
+@pytest.mark.slow
 def test_a_compressor_and_a_ring_are_compared_token_by_token(checked: Any) -> None:
     made = {(x.trace, x.array) for x in checked[0]}
     for start in (6, 7):
@@ -88,6 +92,7 @@ def missed(folder: Path) -> set[str]:
     return {x.array.split(", ")[1] for x in parity.check(folder)[0] if not x.passed}
 
 
+@pytest.mark.slow
 def test_quantisers_are_compared_in_both_types_eager_and_jitted(checked: Any) -> None:
     for name in op_parity.FORMATS:
         lines = [x for x in checked[0] if x.trace == f"{name}_bf16in"]

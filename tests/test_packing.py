@@ -63,7 +63,7 @@ def test_replacing_one_document_leaves_the_other_alone(kind):
         assert np.abs(after[row, : lengths[0]] - before[row, : lengths[0]]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["window", "full", "candidates", "all"])
+@pytest.mark.parametrize("name", ["window", "full", "candidates", pytest.param("all", marks=pytest.mark.slow)])
 def test_gradient_of_one_documents_loss_to_another_is_exactly_zero(name):
     c = tiny.with_modes(KINDS[name], hc_mult=2)
     w = tiny.weights(c)

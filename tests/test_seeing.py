@@ -30,7 +30,7 @@ OPTIONS = (
     "data.batch_size=8", "model.modes=F1", "model.hidden_size=32", "model.vision.hidden_size=32",
     "model.index_topk=16", "model.sliding_window=16", "optim.peak=2e-2", "optim.final=2e-3", "optim.warmup_steps=5",
     "optim.muon_steps=4,1", "optim.sinkhorn_iterations=3", "optim.decay_start=0.4", "optim.decay_end=1",
-    f"optim.vision_start={EVERY / STEPS}", "optim.vision_rate=1",
+    f"optim.vision_start={EVERY / STEPS}", "optim.vision_rate=1", "sample_tokens=3",
 )  # fmt: skip
 CHANGES = {"DOCUMENTS": 4000, "DIGITS": 1, "HEIGHT": 16, "WIDTH": 12, "PIXELS": (2.0, 2.5)}  # pictures of one digit
 

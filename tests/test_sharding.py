@@ -87,7 +87,7 @@ def test_loss_report_and_gradients_are_those_of_one_device(name):
     assert not bad
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [n if " x " in n else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_an_update_is_that_of_one_device(name):
     layout = dataclasses.replace(LAYOUTS[name][1], whole=0)
 

@@ -28,7 +28,7 @@ RUN = (
     f"steps={STEPS}", "optim.muon_steps=1,1", "optim.sinkhorn_iterations=1", f"optim.peak={PEAK}",
     f"optim.final={FINAL}", f"optim.warmup_steps={WARMUP}", "optim.decay_start=0.5", "optim.decay_end=0.9",
     "data.seq_len=32", "data.batch_size=2", "data.holdout=4", "log_every=1", "eval_every=5", "eval_batches=1",
-    "save_every=5", "sample_tokens=3",
+    "save_every=5", "sample_tokens=0",
 )  # fmt: skip
 # Changes that give it an n-gram table of 59 rows, for three steps.
 ENGRAM = (
