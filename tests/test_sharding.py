@@ -190,6 +190,7 @@ def test_an_evaluation_counts_the_rows_without_room_and_padding_is_none_of_them(
     assert (float(sums.tokens), float(dropped)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_run_on_eight_devices_trains_as_on_one_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(main, "BRISK", main.QUICK)
     corpus = tiny_run.write_corpus(tmp_path / "corpus")
