@@ -7,12 +7,12 @@ line on stderr. A subcommand's function takes the parsed arguments and returns t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsflash_jax import output
 from dsflash_jax.config import hint
 
 WRONG_USE = 2
@@ -256,12 +256,11 @@ def read_config(source: str, overrides: Iterable[str], needs: str = "") -> Any:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Write the machine-readable result where --json asks for one."""
-    if path is not None:
-        try:
-            path.write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            refuse(f"--json {path} cannot be written: {error.strerror}; give another path")
+    """Write the result; a file that cannot be written ends the command with status 2."""
+    try:
+        output.write_json(path, result)
+    except ValueError as error:
+        refuse(error)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -320,6 +319,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
         return 1
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
+    except OSError as error:  # of stdout, for the files of flags are named by ValueError
+        sys.stdout = None
+        refuse(f"the output cannot be written: {error.strerror or error}; give --out another path")
     write_json(a.json, made)
     return int(not made["finished"])
 

@@ -8,7 +8,6 @@ which has no model, is `op_parity`'s.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +34,7 @@ from dsflash_jax import (
 )
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.flow import Batch, Setup
+from dsflash_jax.output import write_json
 from dsflash_jax.params import Weights
 from dsflash_jax.verdict import NUMBERS, Arrays, Line, block_mask, miss, read, selection_line, unlike, value_line
 
@@ -345,12 +345,7 @@ def main(folder: Path, json_path: Path | None = None) -> int:
     console.print(f"{folder.name}: {judged - missed} of {judged} arrays agree{more}")
     if uncovered:
         console.print("not covered: " + "; ".join(uncovered))
-    if json_path:
-        # JSON has no infinity.
+    if json_path:  # JSON has no infinity
         listed = [asdict(line) | ({} if math.isfinite(line.max_diff) else {"max_diff": None}) for line in lines]
-        content = {"folder": folder.name, "lines": listed, "uncovered": uncovered}
-        try:
-            json_path.write_text(json.dumps(content, indent=2, allow_nan=False))
-        except OSError as error:
-            raise ValueError(f"--json {json_path} cannot be written: {error.strerror}; give another path") from error
+        write_json(json_path, {"folder": folder.name, "lines": listed, "uncovered": uncovered})
     return 1 if missed or not lines else 0

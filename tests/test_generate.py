@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,18 +294,82 @@ def test_an_interruption_keeps_what_is_complete_and_is_status_1(
     assert "stopped: 1 of 2 prompts are complete" in capsys.readouterr().err
 
 
+def launched(*arguments: Any, stdout: Any) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own."""
+    command = [sys.executable, "-c", "import sys; from dsflash_jax.cli import main; sys.exit(main())", "generate"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [*command, *map(str, arguments)], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run: Path, tmp_path: Path) -> None:
     lines = file_of(tmp_path / "prompts.jsonl", {"prompt": "a"})
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", "import sys; from dsflash_jax.cli import main; sys.exit(main())", "generate"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with os.fdopen(write, "wb") as pipe:
-        done = subprocess.run(
-            [*command, str(run), "--prompts", str(lines), "--max-tokens", "1"],
-            stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        done = launched(run, "--prompts", lines, "--max-tokens", "1", stdout=pipe)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes: what does not fit is refused, what does is written."""
+    resource = pytest.importorskip("resource")
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_completions_on_a_full_disk_end_the_command_in_one_line_and_those_before_stay(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "events", lambda *_: ((row, ended(row)) for row in (0, 2, 1)))
+    lines, out = file_of(tmp_path / "prompts.jsonl", *[{"prompt": "a"}] * 3), tmp_path / "out.jsonl"
+    with full_disk(100):  # room for one line and a half
+        assert command(run, "--prompts", lines, "--out", out) == 2
+    *_, shown = capsys.readouterr().err.splitlines()
+    assert shown == f"dsflash: --out {out} cannot be written: File too large; give another path"
+    assert [record["line"] for record in written(out)] == [1]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--save-prefix"])
+def test_other_files_on_a_full_disk_end_the_command_in_one_line(
+    flag: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((Path, "write_text") if flag == "--json" else (np, "savez")), full)
+    out, path = tmp_path / "out.jsonl", tmp_path / "file"
+    assert command(run, "--prompt", "the ", "--max-tokens", 6, "--temperature", 0, "--out", out, flag, path) == 2
+    *_, shown = capsys.readouterr().err.splitlines()
+    assert shown == f"dsflash: {flag} {path} cannot be written: No space left on device; give another path"
+    assert [p.name for p in tmp_path.iterdir()] == (["out.jsonl"] if flag == "--json" else [])
+
+
+@pytest.mark.parametrize("flag", ["--out", "--json", "--save-prefix"])
+def test_a_path_that_takes_no_file_is_refused_before_anything_runs(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        assert command("no run", "--prompt", "a", flag, path) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"dsflash: {flag} {path} cannot be written: ") and shown.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        done = launched(run, "--ids", "1", "--max-tokens", "1", stdout=full)
+    *_, shown = done.stderr.splitlines()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert shown == "dsflash: the output cannot be written: No space left on device; give --out another path"
 
 
 def test_only_ends_of_lines_end_a_prompt(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -133,6 +134,24 @@ def test_nats_a_byte_are_all_predicted_tokens_over_the_bytes_of_text(straight: P
     last = metrics.read(straight / "metrics.jsonl", "heldout")[-1]
     assert ends and last["bytes"] == counted.size - ends
     assert last["nats_per_byte"] * last["bytes"] == pytest.approx(last["nll"] * counted.size)
+
+
+def test_the_result_of_a_run_on_a_full_disk_is_refused_in_one_line(
+    straight: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def full(path: Path, *text: Any) -> int:
+        if path.suffix == ".json" and path.stem == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *arguments(corpus, straight), "--json", str(straight / "full.json")])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1
+    assert "full.json cannot be written: No space left on device" in error
 
 
 def test_a_finished_run_says_so_and_trains_no_more(

@@ -19,6 +19,7 @@ from dsflash_jax import checkpoint, decode, parity, prefix, sample, verdict
 from dsflash_jax.config import Compute, Config, Quantize, need
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Setup
+from dsflash_jax.output import writing
 from dsflash_jax.overrides import override
 from dsflash_jax.sample import Event, Request, TextOf
 from dsflash_jax.speculate import Speculator
@@ -212,7 +213,8 @@ def keep_prefix(asked: Asked, source: Source, request: Request, console: Console
     assert asked.save_prefix is not None
     ids = np.asarray(request.prompt, np.int32)
     held, _ = source.decoder.prefill(source.decoder.begin(1, len(ids)), [ids], how=asked.prefill)
-    size = prefix.save(asked.save_prefix, source.decoder, held, 0, ids)
+    with writing(f"--save-prefix {asked.save_prefix}"):
+        size = prefix.save(asked.save_prefix, source.decoder, held, 0, ids)
     say(console, f"{asked.save_prefix}: {len(ids):,} tokens in {size:,} bytes")
     return size
 

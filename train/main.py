@@ -27,6 +27,7 @@ from dsflash_jax.config import Config
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch
 from dsflash_jax.loss import CrossEntropy
+from dsflash_jax.output import write_json
 from dsflash_jax.params import leaves
 from train import data, hosts, metrics, step, tokenizer
 from train.config import Run
@@ -417,9 +418,8 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
 
 def _write(path: Path | None, result: dict[str, Any]) -> None:
     """Write the machine-readable result where it is asked for."""
-    if path and hosts.first():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
+    if hosts.first():
+        write_json(path, result)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsflash_jax.config import build, need
+from dsflash_jax.output import writing
 from dsflash_jax.sample import Event, Request, join
 from dsflash_jax.speculate import Statistics
 from train import tokenizer
@@ -121,12 +122,16 @@ class Terminal:
 class Lines:
     """Completions as lines of JSON in the order of the prompts, written as soon as those before them are.
 
-    When it is closed early, those that are complete are written, whatever is missing before them.
+    When it is closed early, those that are complete are written, whatever is missing before them. A file that cannot be
+    written raises ValueError; it ends with the last line that is whole.
     """
 
     def __init__(self, path: Path | None, prompts: list[Prompt], text: bool, logprobs: bool) -> None:
-        self._file = sys.stdout if path is None else path.open("w", encoding="utf-8")
         self._path, self._prompts, self._text, self._logprobs = path, prompts, text, logprobs
+        self._file: io.FileIO | None = None
+        if path is not None:
+            with writing(f"--out {path}"):
+                self._file = path.open("wb", buffering=0)
         self._events: dict[int, list[Event]] = {}
         self._ready: dict[int, dict[str, Any]] = {}
         self.written = 0
@@ -146,15 +151,34 @@ class Lines:
 
     def close(self) -> None:
         """Write what waits."""
-        for number in sorted(self._ready):
-            self._write(self._ready.pop(number))
-        if self._path is not None:
-            self._file.close()
+        try:
+            for number in sorted(self._ready):
+                self._write(self._ready.pop(number))
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(record, ensure_ascii=False)
+        if self._file is None:
+            print(line, flush=True)
+        else:
+            with writing(f"--out {self._path}"):
+                append(self._file, f"{line}\n".encode())
         self.written += 1
+
+
+def append(file: io.FileIO, data: bytes) -> None:
+    """Write all of the data to the end of a file, or raise OSError and leave none of it there."""
+    whole = file.tell() if file.seekable() else 0
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        with suppress(OSError):  # a device cannot be cut
+            file.seek(whole)
+            file.truncate()
+        raise
 
 
 def show_drafts(counted: Statistics, console: Console) -> None:
