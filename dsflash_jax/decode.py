@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import cache as caches
-from dsflash_jax import costs, draft, engram, layers, model, modes, params, sampling
+from dsflash_jax import costs, draft, engram, layers, model, modes, params, pixels, sampling
 from dsflash_jax.cache import Cache, Made
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Batch, Setup, Shared, Stream
@@ -61,7 +61,8 @@ def extend(
 ) -> tuple[Float[Array, "B T D"], Made]:
     """The hidden states that the head reads of a piece, and what it made. The cache itself stays as it is.
 
-    The first `count` tokens of each row are real. Images have their whole span in the piece. To keep the first n tokens
+    The first `count` tokens of each row are real. Images have their whole span among them, as `pixels.check_spans` says
+    of ids on the host: what is cut off here becomes text. To keep the first n tokens
     of each row: `append(cache, made, n)`. What the cache has no room for would be lost: hidden states of such tokens
     are NaN.
     """
@@ -124,6 +125,7 @@ def encode(
     """A chunk of a prompt through the layers below the boundary, which makes its KV of every token.
 
     All that is kept of the chunk is in the cache, but for the last tokens' stream, which `replay` goes on with.
+    Images as in `extend`.
     """
     c, last, size = setup.config, boundary(setup.config), setup.config.sliding_window
     batch = replace(piece(c, cache, tokens, count, classes), images=images)
@@ -257,14 +259,16 @@ class Decoder:
         """Append a prompt to each row, in chunks; the hidden state behind each prompt's last token, for `logits`.
 
         "full" runs every layer on every token. "replay" runs the upper half on the last W tokens alone, about half the
-        work: exact for prompts of up to W tokens, approximate beyond. Images need the whole prompt in one chunk, which
-        it then is. Raises ValueError for bad ids, another number of prompts than rows, or a model without "replay".
+        work: exact for prompts of up to W tokens, approximate beyond. With images the prompts are one chunk, and an
+        image starts at an index of its own row's prompt. Raises ValueError for bad ids, image ids that are not the
+        spans of images, another number of prompts than rows, or a model without "replay".
         """
         rows = cache.length.shape[0]
         if len(prompts) != rows:
             raise ValueError(f"{len(prompts)} prompts for a cache of {rows} rows")
         for prompt in prompts:
             self.check(prompt)
+        pixels.check_spans(prompts, images, self.setup.config)
         if how not in PREFILLS:
             raise ValueError(f"prefill is 'full' or 'replay', got {how!r}")
         longest = max(map(len, prompts))

@@ -183,3 +183,31 @@ def collate(
                 raise ValueError(f"{where}: span {start}..{end} must lie in {free}..{length}, behind the one before")
             out[b, n, :count], grids[b, n], starts[b, n], free = cut, grid, start, end
     return Images(out, grids, starts)
+
+
+def check_spans(rows: Sequence[np.ndarray], images: Images | None, c: Config) -> None:
+    """Raise ValueError unless the image ids in rows of ids are those of the images' spans, each of them whole."""
+    if images is None and c.vision is None:
+        return
+    _ = c.tower  # raises without one
+    if images is not None and len(images.grid) != len(rows):
+        raise ValueError(f"images of {len(images.grid)} rows for {len(rows)} rows of ids: give those of every row")
+    for b, row in enumerate(rows):
+        span = np.zeros(len(row), bool)
+        own = [] if images is None else np.concatenate([images.grid[b], images.start[b][:, None]], axis=1).tolist()
+        for *grid, start in own:
+            if not any(grid):
+                continue
+            end = start + span_length((grid[0], grid[1]), c)
+            if not 0 <= start <= end <= len(row):
+                raise ValueError(
+                    f"the span {start}..{end} of an image of row {b} must lie in its {len(row)} ids, whole"
+                )
+            span[start:end] = True
+        wrong = np.flatnonzero(span != (np.asarray(row) == c.image_token_id))
+        if len(wrong):
+            held = "in" if span[wrong[0]] else "outside"
+            raise ValueError(
+                f"id {row[wrong[0]]} of row {b} at index {wrong[0]} is {held} the span of an image: image_token_id="
+                f"{c.image_token_id} stands in spans and nowhere else, so give the prompt with its images"
+            )

@@ -34,7 +34,8 @@ KINDS = ("kv", "index")
 def save(path: Path, decoder: Decoder, cache: Cache, row: int, ids: np.ndarray) -> int:
     """Write one row's prefix, all tokens it holds, and return the file's size in bytes; `ids` are those tokens.
 
-    The file appears whole or not at all. Raises ValueError for a row that does not exist or holds other than these.
+    The file appears whole or not at all. Raises ValueError for a row that does not exist or holds other than these, and
+    for images among them, which ids do not tell apart.
     """
     ids = np.asarray(ids)
     if not 0 <= row < cache.length.shape[0]:
@@ -42,6 +43,8 @@ def save(path: Path, decoder: Decoder, cache: Cache, row: int, ids: np.ndarray) 
     if ids.ndim != 1 or len(ids) != int(cache.length[row]) or len(ids) == 0:
         raise ValueError(f"row {row} holds {int(cache.length[row])} tokens, at least 1 is needed, got ids {ids.shape}")
     decoder.check(ids)
+    if decoder.setup.config.vision is not None and (ids == decoder.setup.config.image_token_id).any():
+        raise ValueError("ids do not say which image stands there, so end a stored prefix before its first image")
     head = _head(decoder, cache) | {"tokens": len(ids), "ids": _hash(ids)}
     arrays: dict[str, Any] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
     for kind in KINDS:
@@ -92,8 +95,7 @@ def load(path: Path, decoder: Decoder, prompts: Sequence[np.ndarray], tokens: in
         line = np.full(look, engram.DEAD, np.int32)
         before = prompts[0][max(start - look, 0) : start]
         classes = before if decoder.classes is None else np.asarray(decoder.classes)[before]
-        dead = np.zeros(len(before), bool) if c.vision is None else before == c.image_token_id
-        line[look - len(before) :] = np.where(dead, engram.DEAD, classes)
+        line[look - len(before) :] = classes
         history = jnp.broadcast_to(jnp.asarray(line)[None], history.shape)
     return replace(cache, history=history, kv=fill("kv"), index=fill("index"), **places), start
 

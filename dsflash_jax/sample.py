@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from dsflash_jax import decode, sampling
+from dsflash_jax import decode, pixels, sampling
 from dsflash_jax import prefix as prefixes
 from dsflash_jax.cache import Cache
 from dsflash_jax.decode import Decoder
@@ -143,10 +143,9 @@ def check(decoder: Decoder, request: Request, text_of: TextOf | None) -> None:
         raise ValueError("a stop string is empty, and every text holds that: leave it out")
     if request.stop and text_of is None:
         raise ValueError("stop strings need the text of ids: give text_of, or use stop_ids")
-    if request.images is not None and c.vision is None:
-        raise ValueError("the request has images, but the model has no image tower")
     if request.images is not None and len(request.images.grid) != 1:
         raise ValueError(f"a request has the images of its own row, got those of {len(request.images.grid)} rows")
+    pixels.check_spans([prompt], request.images, c)
     sampling.settings(1, request.temperature, request.top_k, request.top_p, request.min_p, request.seed)
 
 
@@ -213,7 +212,8 @@ def _events(
     """`generate` behind its checks; `behind` is a cache, and how far into the prompts it is."""
     cache, known = behind
     prompts = [np.asarray(row.request.prompt, np.int32)[known:] for row in rows]
-    cache, y = decoder.prefill(cache, prompts, how=prefill, images=_side_by_side([row.request.images for row in rows]))
+    images = _side_by_side([row.request.images for row in rows], known)
+    cache, y = decoder.prefill(cache, prompts, how=prefill, images=images)
     first = decoder.first(cache, y, settings)
     rounds = (
         _singly(decoder, rows, settings, cache, first)
@@ -279,8 +279,8 @@ def _drafting(
         token = np.where(made.count > 0, newest, token)
 
 
-def _side_by_side(images: Sequence[Images | None]) -> Images | None:
-    """The images of rows, each given by itself, side by side; None if no row has any."""
+def _side_by_side(images: Sequence[Images | None], known: int) -> Images | None:
+    """The images of rows, each given by itself, side by side, counted from `known`; None if no row has any."""
     given = [each for each in images if each is not None]
     if not given:
         return None
@@ -290,5 +290,6 @@ def _side_by_side(images: Sequence[Images | None]) -> Images | None:
     for row, own in enumerate(images):
         if own is not None:  # else its slots stay empty
             n, p = own.patches.shape[1:3]
-            out.patches[row, :n, :p], out.grid[row, :n], out.start[row, :n] = own.patches[0], own.grid[0], own.start[0]
+            out.patches[row, :n, :p], out.grid[row, :n] = own.patches[0], own.grid[0]
+            out.start[row, :n] = own.start[0] - known
     return out

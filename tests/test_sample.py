@@ -13,7 +13,7 @@ import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsflash_jax import decode, engram, model, pixels
+from dsflash_jax import decode, engram, model, pixels, prefix
 from dsflash_jax.config import VisionConfig
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch, Setup
@@ -230,12 +230,50 @@ def test_only_what_may_be_a_stop_string_or_a_character_is_held_back():
         ({"stop_ids": (40,)}, r"stop ids must lie in 0\.\.39"),
         ({"stop": ("a",)}, "stop strings need the text of ids"),
         ({"stop": ("",)}, "a stop string is empty"),
+        ({"prompt": PROMPTS[SEES]}, "id 38 of row 0 at index 1 is outside the span of an image: image_token_id=38"),
+        ({"images": picture()}, r"the span 1\.\.6 of an image of row 0 must lie in its 4 ids, whole"),
+        ({"prompt": range(7), "images": picture()}, "id 1 of row 0 at index 1 is in the span of an image"),
         ({"images": pixels.Images(*(np.zeros((2, *[0] * n)) for n in (3, 2, 1)))}, "its own row, got those of 2 rows"),
     ],
 )
 def test_what_cannot_be_met_is_refused_before_anything_runs(decoder, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(decoder, [request(ONE, **changes)])
+
+
+def test_an_image_is_read_whole_or_refused(decoder):
+    prompt, images = np.array(PROMPTS[SEES]), picture()
+    for ids, shown, message in (
+        (prompt, None, "at index 1 is outside the span"),
+        (prompt[:4], images, r"span 1\.\.6 of an image of row 0 must lie in its 4 ids, whole"),
+        (prompt[4:], None, "at index 0 is outside the span"),
+        (prompt, pixels.collate([[], []], C, 7, 1, 3), "images of 2 rows for 1 rows of ids"),
+    ):
+        for how in decode.PREFILLS:
+            with pytest.raises(ValueError, match=message):
+                decoder.prefill(decoder.begin(1, 8), [ids], how=how, images=shown)
+    blind = copy.copy(decoder)
+    blind.setup = dataclasses.replace(SETUP, config=dataclasses.replace(C, vision=None))
+    with pytest.raises(ValueError, match="images need an image tower"):
+        blind.prefill(blind.begin(1, 8), [prompt], images=images)
+
+
+def test_images_stand_behind_a_stored_prefix_and_not_in_it(decoder, tmp_path):
+    """An image's start counts from the prompt's first id, wherever the prefix lets the prompt begin."""
+    begin, sees = [*PROMPTS[ONE], 1, 2], PROMPTS[SEES]
+    ids, path = np.array([*begin, *sees]), tmp_path / "begin.npz"
+    held, _ = decoder.prefill(decoder.begin(1, 8), [np.array(begin)])
+    prefix.save(path, decoder, held, 0, np.array(begin))
+    moved = picture().replace(start=picture().start + len(begin))
+    (made,) = collect(generate(decoder, [request(SEES, prompt=ids, images=moved, max_tokens=1)], prefix=path))
+    held, known = prefix.load(path, decoder, [ids])
+    images = moved.replace(start=moved.start - known)
+    assert known == len(begin) - C.sliding_window
+    _, y = decoder.prefill(held, [ids[known:]], images=images)
+    assert made.ids == (int(decoder.logits(y).argmax()),)
+    held = dataclasses.replace(decoder.begin(1, 8), length=np.array([len(sees)], np.int32))
+    with pytest.raises(ValueError, match="end a stored prefix before its first image"):
+        prefix.save(path, decoder, held, 0, np.array(sees))
 
 
 def test_a_batch_without_rows_and_an_unknown_prefill_are_refused(decoder):
