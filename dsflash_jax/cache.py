@@ -262,16 +262,6 @@ def grow(cache: Cache, capacity: int) -> Cache:
     )
 
 
-def clear(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Forget the tokens of these rows; what their arrays hold stays, unread."""
-    none = lambda a: jnp.where(rows, 0, a)  # noqa: E731
-    history = None if cache.history is None else jnp.where(rows[:, None], engram.DEAD, cache.history)
-    return replace(cache,
-        length=none(cache.length), origin=none(cache.origin),
-        stored={r: none(a) for r, a in cache.stored.items()}, history=history,
-    )  # fmt: skip
-
-
 def commit(
     cache: Cache, made: Made, count: Int[Array, " B"], layers: range | None = None, table: tuple[LayerSpec, ...] = ()
 ) -> Cache:

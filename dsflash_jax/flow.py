@@ -78,6 +78,7 @@ class Ctx:
     image: Any = None  # bool [B, T]: tokens of image spans; None without images
     key: Any = None  # draws extra slots for the indexer loss
     cache: Any = None  # cache.Cache that the rows go on from; None where they start
+    count: Any = None  # int [B]: tokens of each row that are not padding, of rows that go on
     layer: Any = 0  # int []: depth so far, so that layers of one scan draw differently
 
 
@@ -118,14 +119,15 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
     Where rows lie on several devices, each sees all their segments and positions, and keeps its part of what follows.
     Behind a cache a row is one document, which begins there.
     """
-    if cache is None:
+    count = None if cache is None else jnp.sum(batch.segments > 0, axis=1, dtype=jnp.int32)
+    if count is None:
         segments, positions = parallel.whole(p, batch.segments), parallel.whole(p, batch.positions)
         slots = {r: compressor.slots(segments, positions, r) for r in sorted({s.ratio for s in c.table} - {0})}
         slots = jax.tree.map(partial(parallel.own, p), slots)
         groups, n_groups = balance_groups(segments)
         groups = parallel.own(p, groups)
     else:
-        t, count = batch.tokens.shape[1], jnp.sum(batch.segments > 0, axis=1, dtype=jnp.int32)
+        t = batch.tokens.shape[1]
         slots = {r: compressor.following(cache.length, count, t, r) for r in cache.kv}
         groups, n_groups = jnp.where(batch.segments > 0, 0, -1), 1
     compressed = rope.frequencies(c, compressed=True)
@@ -142,6 +144,7 @@ def context(c: Config, batch: Batch, key: Array | None = None, p: Parallel = ONE
         engram_rows=batch.engram_rows,
         key=key,
         cache=cache,
+        count=count,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dsflash_jax import (
     attention,
@@ -200,7 +200,7 @@ def attention_sublayer(
         elif spec.mode is Mode.REUSE and aim.index_teacher == "group_mean":
             index = _index_loss(setup, spec, shared.index_query, shared.index_weight, q, lse, shared, ctx)
     y = attention.output(w, rope.rotate(o, at, inverse=True), inputs, p)
-    made = None if held is None else held.made(entry, slots_made, new_slots(ctx), tokens_of(ctx))
+    made = None if held is None else held.made(entry, slots_made, new_slots(ctx), ctx.count)
     return y, shared, index, made
 
 
@@ -212,11 +212,6 @@ def scope_of(spec: LayerSpec) -> str:
 def new_slots(ctx: Ctx) -> dict[int, int]:
     """How many slots of each ratio a piece has room for."""
     return {r: at.positions.shape[1] for r, at in ctx.slots.items()}
-
-
-def tokens_of(ctx: Ctx) -> Int[Array, " B"]:
-    """Tokens of each row that are not padding."""
-    return jnp.sum(ctx.segments > 0, axis=1, dtype=jnp.int32)
 
 
 def _make_kv(
@@ -258,7 +253,7 @@ def kv_only(setup: Setup, spec: LayerSpec, w: Weights, stream: Stream, ctx: Ctx)
     u = rms_norm(hyper.collapse(stream.x, stream.pre), w["attn_norm"], c.rms_norm_eps)
     _, slots = _make_kv(setup, spec, w["attn"], u, Shared(), ctx, None)
     nothing = held.forms.window.zeros(b, ctx.segments.shape[1])
-    made = held.made(nothing, slots, new_slots(ctx), tokens_of(ctx))
+    made = held.made(nothing, slots, new_slots(ctx), ctx.count)
     return replace(made, window=jax.tree.map(lambda a: a[:0], made.window))
 
 

@@ -109,19 +109,6 @@ def test_room_and_growth_change_no_result(w, tokens):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_cleared_row_takes_a_shorter_prompt_like_a_fresh_one(w, tokens):
-    used, _ = in_pieces(EXTEND, w, cache.empty(SETUP, 2, 32), tokens[:2], [8, 8, 8])
-    used = cache.clear(used, jnp.asarray([True, False]))
-    fresh = cache.empty(SETUP, 2, 32)
-    count = np.array([5, 0], np.int32)
-    used, got = EXTEND(w, used, tokens[2:4, :8], count)
-    _, want = EXTEND(w, fresh, tokens[2:4, :8], count)
-    np.testing.assert_array_equal(got[0, :5], want[0, :5])
-    assert used.length.tolist() == [5, 24]
-    _, got = EXTEND(w, used, tokens[:2, 24:25], np.array([0, 1], np.int32))  # the other row goes on
-    assert np.isfinite(got).all()
-
-
 @pytest.mark.parametrize("text", ["F3 U", "S F4 X", "F1 X F2 U F1"])
 def test_other_ratios_and_tables_decode_like_their_forward(text):
     c = tiny.with_modes(text)
