@@ -53,6 +53,15 @@ class Event:
     finish: Finish | None = None  # why the row ended here, None if it goes on
 
 
+class NotFinite(ArithmeticError):
+    """The model says of a row what is not a number."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.reason = "the logits are not numbers; its image or the weights are not, or compute.dtype is too narrow"
+        super().__init__(f"row {row}: {self.reason}")
+
+
 @dataclass(frozen=True)
 class Completion:
     """All that a row said. `text` lacks the stop string, and what special ids stand for; `ids` are all that came."""
@@ -79,7 +88,8 @@ def generate(
     `prefill` as in `Decoder.prefill`; `room` tokens a row has room for from the start, else the cache doubles, and the
     step is compiled anew, when it is full. Without `text_of` events have ids and no text. `prefix` is a stored one, see
     `dsflash_jax.prefix`, which all prompts begin with.
-    Raises ValueError, before anything runs, for a request that cannot be met: see `check`.
+    Raises ValueError, before anything runs, for a request that cannot be met: see `check`. The events raise NotFinite
+    when they come to a row of which nothing can be drawn; no other row is touched by that one.
     """
     if not requests:
         raise ValueError("there is nothing to generate: give at least one request")
@@ -224,6 +234,8 @@ def _events(
         for i, row in enumerate(rows):
             if row.finish is not None or not made.count[i]:
                 continue
+            if not np.isfinite(made.log_probability[i, : made.count[i]]).all():
+                raise NotFinite(i)
             new = made.tokens[i, : made.count[i]].tolist()
             kept, text = row.take(new)
             logp = tuple(made.log_probability[i, :kept].tolist())

@@ -109,6 +109,30 @@ def test_room_and_growth_change_no_result(w, tokens):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("how", decode.PREFILLS)
+def test_a_cache_that_grows_between_chunks_says_the_same(how):
+    c = tiny.with_modes("Se F2")
+    setup, w, tokens = Setup(c, tiny.STRICT), tiny.weights(c, 4), tiny.tokens(c, 2, 16, seed=4)
+    counts = np.array([[8, 8], [7, 0]], np.int32)
+    extend = tiny.jit(lambda held, *chunk: decode.proceed(setup, w, held, *chunk))
+    encode = tiny.jit(lambda held, *chunk: decode.encode(setup, w, held, *chunk))
+    replay = tiny.jit(lambda held, end: decode.replay(setup, w, held, end))
+
+    def run(capacities):
+        held, end, out = cache.empty(setup, 2, capacities[0]), decode.no_end(setup, 2), []
+        for i, (capacity, count) in enumerate(zip(capacities, counts, strict=True)):
+            held, chunk = cache.grow(held, capacity), (tokens[:, 8 * i : 8 * i + 8], count)
+            if how == "full":
+                held, y = extend(held, *chunk)
+                out.append(y)
+            else:
+                held, end = encode(held, *chunk, end)
+        return replay(held, end) if how == "replay" else (held, out)
+
+    for a, b in zip(*(jax.tree.leaves(run(capacities)) for capacities in ([8, 16], [16, 16])), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("text", ["F3 U", "S F4 X", "F1 X F2 U F1"])
 def test_other_ratios_and_tables_decode_like_their_forward(text):
     c = tiny.with_modes(text)

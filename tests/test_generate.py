@@ -294,6 +294,22 @@ def test_an_interruption_keeps_what_is_complete_and_is_status_1(
     assert "stopped: 1 of 2 prompts are complete" in capsys.readouterr().err
 
 
+def test_weights_that_are_no_numbers_end_the_command_with_the_prompts_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_, **__):
+        yield ended(1)
+        raise sample.NotFinite(0)
+
+    monkeypatch.setattr(sample, "generate", lost)
+    lines, out = file_of(tmp_path / "prompts.jsonl", *[{"prompt": "a"}] * 2), tmp_path / "out.jsonl"
+    assert command(run, "--prompts", lines, "--out", out) == 1
+    shown = capsys.readouterr().err
+    assert f"{lines} line 1: the logits are not numbers" in shown.replace("\n", " ")
+    assert "stopped: 1 of 2 prompts are complete" in shown
+    assert [record["line"] for record in written(out)] == [2]
+
+
 def launched(*arguments: Any, stdout: Any) -> subprocess.CompletedProcess[str]:
     """The command as a process of its own."""
     command = [sys.executable, "-c", "import sys; from dsflash_jax.cli import main; sys.exit(main())", "generate"]

@@ -103,6 +103,34 @@ def test_a_prefix_of_up_to_the_window_is_exact_and_serves_many_rows(decoder, ids
     np.testing.assert_allclose(y, jnp.concatenate([want, want]), atol=1e-4)
 
 
+@pytest.mark.parametrize("ratio", [*(pytest.param(r, marks=pytest.mark.slow) for r in (1, 2, 4)), 3])
+def test_a_prefix_that_ends_inside_a_slot_goes_on_as_without_it(ratio, tmp_path):
+    """Of one layer, which reads no further back than its window, a prefix of any length is exact."""
+    c = tiny.with_modes(f"F{ratio}")
+    decoder = Decoder(Setup(c, tiny.STRICT), tiny.weights(c, ratio), chunk=4)
+    ids, path = tiny.tokens(c, 1, 17, seed=ratio)[0], tmp_path / "begin.npz"
+
+    def behind(held, start):
+        held, y = decoder.prefill(held, [ids[start:-3]])
+        out = [np.asarray(decoder.logits(y))]
+        for token in ids[-3:]:
+            held, logits = decoder.step(held, token[None], np.ones(1, np.int32))
+            out.append(np.asarray(logits))
+        return held, np.concatenate(out)
+
+    cold, want = behind(decoder.begin(1, 17), 0)
+    for length in (3, 5, 7, 9, 10):
+        held, _ = decoder.prefill(decoder.begin(1, 17), [ids[:length]])
+        prefix.save(path, decoder, held, 0, ids[:length])
+        held, start = prefix.load(path, decoder, [ids])
+        assert start == max(length - c.sliding_window, 0)
+        held, got = behind(held, start)
+        np.testing.assert_allclose(got, want, atol=1e-5)  # pieces are cut elsewhere: float32 sums in another order
+        for kind in ("kv", "index"):
+            a, b = (getattr(x, kind)[ratio][:, :, : 17 // ratio] for x in (held, cold))
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_the_file_is_890_bytes_a_token_and_a_small_header(golden: Path, tmp_path):
     c = Config.from_json(golden / "config.released.json")
     rounding = Quantize(kv_fp4=True, index_fp4=True, window_fp8=True, linear_fp8=True)

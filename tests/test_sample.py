@@ -17,7 +17,7 @@ from dsflash_jax import decode, engram, model, pixels, prefix
 from dsflash_jax.config import VisionConfig
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch, Setup
-from dsflash_jax.sample import Request, Text, collect, generate
+from dsflash_jax.sample import NotFinite, Request, Text, collect, generate
 from dsflash_jax.speculate import Speculator, oracle
 
 EOS, IMAGE = 39, 38
@@ -181,6 +181,22 @@ def test_with_room_from_the_start_the_cache_does_not_grow(decoder, greedy, monke
         collect(generate(decoder, [request(row) for row in range(4)]))
 
 
+@pytest.mark.parametrize("limit", [16, pytest.param(14, marks=pytest.mark.slow)])
+def test_a_row_may_end_at_the_models_limit_with_and_without_drafts(decoder, w, monkeypatch, limit):
+    """A limit that is all of a cache's room, and one that is less."""
+    monkeypatch.setattr(jax, "jit", QUICK)
+    asked = [request(row, max_tokens=limit - len(PROMPTS[row])) for row in (TWO, LONG)]
+    want = collect(generate(decoder, asked))
+    assert [len(made.ids) for made in want] == [limit - 1, limit - len(PROMPTS[LONG])]
+    small = Decoder(dataclasses.replace(SETUP, config=dataclasses.replace(C, max_position_embeddings=limit)), w)
+    known = np.zeros((2, 64), np.int32)
+    for row, (one, made) in enumerate(zip(asked, want, strict=True)):
+        known[row, :limit] = [*one.prompt, *made.ids]
+    for speculator in (None, Speculator(small, most=3, proposer=oracle(known, C.vocab_size, 3))):
+        for made, one in zip(collect(generate(small, asked, speculator=speculator)), want, strict=True):
+            assert (made.ids, made.finish) == (one.ids, "length")
+
+
 def naive(data: bytes, stops: list[str]) -> tuple[str, bool]:
     """The text up to the first character that completes a stop string, without the longest that it completes."""
     text = data.decode("utf-8", errors="replace")
@@ -239,6 +255,29 @@ def test_only_what_may_be_a_stop_string_or_a_character_is_held_back():
 def test_what_cannot_be_met_is_refused_before_anything_runs(decoder, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(decoder, [request(ONE, **changes)])
+
+
+def test_what_is_no_number_stays_in_its_row_and_ends_it_with_an_error(decoder, greedy, monkeypatch):
+    bad = picture()
+    bad.patches[:] = np.nan
+    given = [request(row, images=bad) if row == SEES else request(row) for row in range(4)]
+    good = np.arange(4) != SEES
+    runs = []
+    for images in (bad, picture()):
+        beside = jax.tree.map(lambda a: np.concatenate([np.zeros_like(a)] * SEES + [a, np.zeros_like(a)]), images)
+        held, y = decoder.prefill(decoder.begin(4, 16), list(map(np.array, PROMPTS)), images=beside)
+        held, logits = decoder.step(held, np.full(4, 7, np.int32), np.ones(4, np.int32))
+        runs.append([np.asarray(y), np.asarray(logits)])
+    for got, want in zip(*runs, strict=True):
+        assert np.isnan(got[SEES]).all()
+        np.testing.assert_array_equal(got[good], want[good])
+    monkeypatch.setattr(jax, "jit", QUICK)
+    drafting = Speculator(decoder, most=3, proposer=oracle(np.zeros((4, 64), np.int32), C.vocab_size, 3))
+    for speculator in (None, drafting):
+        events = generate(decoder, given, speculator=speculator)
+        assert [next(events).ids for _ in range(SEES)] == [greedy[row].ids[:1] for row in range(SEES)]
+        with pytest.raises(NotFinite, match="row 2: the logits are not numbers"):
+            next(events)
 
 
 def test_an_image_is_read_whole_or_refused(decoder):

@@ -21,7 +21,7 @@ from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Setup
 from dsflash_jax.output import writing
 from dsflash_jax.overrides import override
-from dsflash_jax.sample import Event, Request, TextOf
+from dsflash_jax.sample import Event, NotFinite, Request, TextOf
 from dsflash_jax.speculate import Speculator
 from train import prompts, saver, tokenizer
 from train.main import check_devices
@@ -63,10 +63,11 @@ class Source:
 
 
 def main(asked: Asked) -> dict[str, Any]:
-    """Generate what is asked for and return the result for programs; "finished" in it is false after Ctrl-C.
+    """Generate what is asked for and return the result for programs.
 
-    Text, or lines of JSON, go to stdout or a file, all else to stderr. Raises ValueError, before anything runs, for a
-    source or a prompt that is wrong. On any error what is complete is written.
+    "finished" in it is false after Ctrl-C, and where what the model says is not a number. Text, or lines of JSON, go to
+    stdout or a file, all else to stderr. Raises ValueError, before anything runs, for a source or a prompt that is
+    wrong. On any error what is complete is written.
     """
     check_devices()
     console = Console(stderr=True)
@@ -100,6 +101,9 @@ def main(asked: Asked) -> dict[str, Any]:
                     finishes[event.finish] = finishes.get(event.finish, 0) + 1
         except KeyboardInterrupt:
             finished = False
+        except NotFinite as error:
+            finished = False
+            say(console, f"{listed[error.row].where or 'the prompt'}: {error.reason}")
     seconds = time.monotonic() - began
     ended = ", ".join(f"{count} by {finish}" for finish, count in sorted(finishes.items()))
     rate = (tokens - behind) / max(time.monotonic() - steady, 1e-9) if behind and tokens > behind else None
@@ -203,9 +207,12 @@ def events(
     )  # fmt: skip
     for start, group in groups(requests, asked.batch):
         filled = group + [replace(group[-1], max_tokens=1)] * (asked.batch - len(group) if start else 0)
-        for event in generate(filled):
-            if event.row < len(group):
-                yield start + event.row, event
+        try:
+            for event in generate(filled):
+                if event.row < len(group):
+                    yield start + event.row, event
+        except NotFinite as error:
+            raise NotFinite(start + error.row) from error
 
 
 def keep_prefix(asked: Asked, source: Source, request: Request, console: Console) -> int:

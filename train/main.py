@@ -403,7 +403,11 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
     if c.vision is None:
         requests = [asked(np.concatenate([[c.bos_token_id], tokenizer.encode(config.sample_prompt)]))]
     decoder = Decoder(config.inference, state.params)  # bytes have no other spellings, so n-grams are of the ids
-    made = sample.collect(sample.generate(decoder, requests, text_of=tokenizer.bytes_of)) if requests else []
+    try:
+        made = sample.collect(sample.generate(decoder, requests, text_of=tokenizer.bytes_of)) if requests else []
+    except sample.NotFinite as error:
+        metrics.say(console, f"no sample: {error}")
+        return None
     if c.vision is None:
         text = config.sample_prompt + made[0].text
     else:
