@@ -19,7 +19,8 @@ import pytest
 from tiny_run import ENGRAM, FINAL, PEAK, STEPS, WARMUP, arguments, child, tiny, write_corpus
 
 from dsflash_jax import cli
-from train import data, main, metrics, placement
+from dsflash_jax.loss import CrossEntropy
+from train import data, evaluation, main, metrics, placement
 from train.config import Run
 from train.saver import Saver
 
@@ -309,15 +310,15 @@ def test_an_evaluation_goes_over_a_batch_in_the_parts_of_a_step(corpus: Path, tm
         batches, (heldout,) = main._read(run, placement.place(run))
         batches.close()
         shapes.append(heldout.tokens.shape)
-        sums.append(jax.jit(partial(main._score, run, None))(params, heldout))
+        sums.append(jax.jit(partial(evaluation.score, run, None))(params, heldout))
     assert shapes == [(4, 32), (2, 2, 32)]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *sums)
 
 
 def test_a_held_out_loss_tells_of_rows_that_found_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sums = main.CrossEntropy(nll=8.0, tokens=4.0, hits=1.0, z=0.0)
+    sums = CrossEntropy(nll=8.0, tokens=4.0, hits=1.0, z=0.0)
     log, state = metrics.Log(tmp_path / "metrics.jsonl", 0), main.TrainState(0, {}, None, None)
-    main._evaluate(lambda params, batch: (sums, batch, 4.0), state, 3, [0.0, 2.0], log, main.Console())
+    evaluation.evaluate(lambda params, batch: (sums, batch, 4.0), state, 3, [0.0, 2.0], log, main.Console())
     assert log.last("heldout")["dropped"] == 2
     assert "without 2 rows that found no room: raise layout.capacity" in capsys.readouterr().out
 

@@ -18,7 +18,6 @@ from uuid import uuid4
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -26,12 +25,12 @@ from dsflash_jax import engram, layout_sheet, model, sample
 from dsflash_jax.config import Config
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Batch
-from dsflash_jax.loss import CrossEntropy
 from dsflash_jax.output import write_json
 from dsflash_jax.params import leaves
-from train import data, hosts, metrics, step, tokenizer
+from train import data, evaluation, hosts, metrics, nonfinite, step, tokenizer
 from train.config import Run
 from train.data import Batches
+from train.nonfinite import NonFinite
 from train.placement import Placement, place
 from train.saver import NotSaved, Saver, differences, folder, start_from
 from train.step import Metrics, TrainState
@@ -40,12 +39,7 @@ QUICK, BRISK = 0, 1  # how hard XLA optimises for a CPU: little for what runs on
 FILES = ("config.json", "metrics.jsonl", "loss.png", "sample.txt")  # what a run leaves beside its checkpoints
 AS_ASKED = "as asked"  # why a run stopped at the step `until`
 READ = 8  # held-out pictures that the sample at the end reads
-SHOWN = 3  # names that a message lists before it counts the rest
 RowsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # ids [B,T], positions [B,T] to rows [B,T,tables,N]
-
-
-class NonFinite(RuntimeError):
-    """A loss or gradient was not finite; the message says where and what to do."""
 
 
 class Stop:
@@ -234,12 +228,11 @@ def _start(config: Run, placement: Placement, saver: Saver, batches: Batches, co
     metrics.say(console, f"{versions}; {size:,} parameters, layers {config.model.modes}")
     packed = batches.packed
     text = f"{config.data.source}: {len(packed.documents):,} documents to train on, {len(packed.tokens):,} tokens"
-    more = f" and {len(packed.skipped) - SHOWN} more" if len(packed.skipped) > SHOWN else ""
     metrics.say(console, text)
     if config.layout.devices > 1:
         layout_sheet.show(model.declare(config.model), config.layout, console)
     if packed.skipped:
-        metrics.say(console, f"skipped {', '.join(packed.skipped[:SHOWN])}{more}")
+        metrics.say(console, f"skipped {metrics.few(packed.skipped)}")
     restored = saver.restore(placement.like(config), partial(metrics.say, console))
     if restored is None and config.start_from:
         state = start_from(config, placement.like(config))
@@ -270,7 +263,7 @@ def _loop(
     evaluation or a checkpoint they are read first, so that neither follows a step that was not finite.
     """
     train = jit(placement.step(config), BRISK, donate_argnums=0, **placement.out_shardings)
-    score = jit(partial(_score, config, placement.mesh), BRISK, **placement.results)
+    score = jit(partial(evaluation.score, config, placement.mesh), BRISK, **placement.results)
     reached = hosts.stop_step()
     first, end = int(state.step), min(config.steps, until or config.until or config.steps)
     pending: tuple[int, int, Metrics] | None = None
@@ -296,7 +289,7 @@ def _loop(
             pending = None
             with screen.pause():
                 if evaluates:
-                    _evaluate(score, state, at, heldout, log, console)
+                    evaluation.evaluate(score, state, at, heldout, log, console)
                 if saves:
                     saver.save(state, batches.get_state())
             if asked and not last:
@@ -312,76 +305,12 @@ def _report(
 ) -> None:  # fmt: skip
     """Check and write the metrics of one step, made of the batch `number`."""
     made = jax.device_get(made)
-    if not made.finite.everything:
-        saved = saver.latest()
-        raise NonFinite(
-            f"step {at}: {_blame(config, made)}. Nothing of it was kept, and in {config.out} "
-            + ("there is no checkpoint yet. " if saved is None else f"the checkpoint of step {saved} is untouched. ")
-            + "Start again with a lower optim.peak, a lower optim.clip (now "
-            f"{config.optim.clip:g}, 0 clips nothing) or a longer optim.warmup_steps, in another folder with out=...; "
-            f"or look at the text of this step: {_texts(batches, number)}"
-        )
+    nonfinite.check(config, at, number, made, batches, saver)
     values = metrics.record(config.model, made)
     report = at % config.log_every == 0 or at == config.steps
     screen.step(at, values, report)
     if report:
         log.write("train", at, values | {"tokens_per_second": round(screen.tokens_per_second, 1)})
-
-
-def _blame(config: Run, made: Metrics) -> str:
-    """Which numbers of a step are not finite."""
-    names = list(leaves(model.declare(config.model)))
-
-    def some(what: str, finite: np.ndarray) -> list[str]:
-        bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
-        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        return [f"the {what} of {', '.join(bad[:SHOWN])}{more}"] if bad else []
-
-    f = made.finite
-    if not f.routed:
-        return (f"{int(made.report.dropped.sum()):,} rows found no room on the way to their experts or owners: raise "
-                f"layout.capacity={config.layout.capacity:g}, or set it to 0")  # fmt: skip
-    parts = [] if f.loss else [f"the loss ({float(made.report.loss)})"]
-    parts += some("gradients", f.gradients)
-    if not parts:  # a fault of the update, then; otherwise these two only follow
-        parts = some("new weights", f.weights) + ([] if f.optimiser else ["the optimiser state"])
-    return f"not finite: {'; '.join(parts)}"
-
-
-def _texts(batches: Batches, number: int) -> str:
-    """The first pieces of text in a batch."""
-    pieces = [piece for row in batches.contents(number) for piece in row]
-    return ", ".join(pieces[:SHOWN]) + (f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else "")
-
-
-def _score(config: Run, mesh: Any, params: Any, batch: Batch) -> tuple[CrossEntropy, Any, Any]:
-    """Sums over a held-out batch, its rows that found no room, and how many of its targets are bytes of text.
-
-    In the parts of a step: a model that trains so may have no room for more at once.
-    """
-
-    def part(batch: Batch) -> tuple[CrossEntropy, Any, Any]:
-        text = jnp.sum(batch.loss_mask * (batch.targets >= tokenizer.SPECIALS))
-        return *step.evaluate(config.inference, params, batch, mesh), text
-
-    if config.accumulate == 1:
-        return part(batch)
-    return jax.tree.map(partial(jnp.sum, axis=0), jax.lax.map(part, batch))
-
-
-def _evaluate(score: Any, state: TrainState, at: int, heldout: list[Batch], log: metrics.Log, console: Console) -> None:
-    """Held-out loss in nats a byte of text: all predicted tokens count, document ends included, over the bytes.
-
-    Rows that found no room are missing in it, so their number stands beside it.
-    """
-    sums, missing, texts = zip(*(jax.device_get(score(state.params, batch)) for batch in heldout), strict=True)
-    nll, tokens, text = sum(float(s.nll) for s in sums), sum(float(s.tokens) for s in sums), sum(map(float, texts))
-    values = {"nats_per_byte": nll / text, "nll": nll / tokens, "accuracy": sum(float(s.hits) for s in sums) / tokens}
-    dropped = int(sum(missing))
-    log.write("heldout", at, values | {"bytes": int(text)} | ({"dropped": dropped} if dropped else {}))
-    short = f", without {dropped:,} rows that found no room: raise layout.capacity" if dropped else ""
-    result = f"held out {values['nats_per_byte']:.4f} nats a byte over {int(text):,} bytes"
-    metrics.say(console, f"step {at}: {result}{short}")
 
 
 def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str | None:

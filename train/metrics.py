@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsflash_jax.config import Config
 from train.step import Metrics
+
+SHOWN = 3  # names that a message lists before it counts the rest
 
 
 def record(c: Config, m: Metrics) -> dict[str, Any]:
@@ -104,6 +106,11 @@ def plot(source: Path, target: Path, title: str) -> None:
     axes.legend()
     with target.open("wb") as file:
         figure.savefig(file, dpi=120, format="png")
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def say(console: Console, text: str) -> None:
