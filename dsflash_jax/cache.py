@@ -222,12 +222,10 @@ def sources(c: Config) -> dict[int, int]:
 
 
 def empty(setup: Setup, rows: int, capacity: int, packed: bool = True) -> Cache:
-    """A cache without tokens. Raises ValueError for no rows or no room, and for rows spread over devices."""
+    """A cache without tokens. Raises ValueError for no rows or no room."""
     c, how = setup.config, forms(setup, packed)
     if rows < 1 or capacity < 1:
         raise ValueError(f"a cache holds at least one row and one token, got rows={rows} and capacity={capacity}")
-    if setup.layout.devices > 1:
-        raise ValueError(f"decoding runs on one device, but the layout has {setup.layout.devices}: use Layout()")
     count, w = sources(c), c.sliding_window
     if any(r > w for r in count):
         raise ValueError(f"sliding_window={w} must reach the pending tokens of a slot, ratios are {list(count)}")

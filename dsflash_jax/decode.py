@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dsflash_jax import cache as caches
-from dsflash_jax import costs, draft, engram, layers, model, modes, params, pixels, sampling
+from dsflash_jax import costs, devices, draft, engram, layers, model, modes, params, pixels, sampling
 from dsflash_jax.cache import Cache, Made
-from dsflash_jax.config import Config
+from dsflash_jax.config import Config, need
 from dsflash_jax.flow import Batch, Setup, Shared, Stream
 from dsflash_jax.params import Weights
 from dsflash_jax.pixels import Images
 from dsflash_jax.sampling import Settings
-from dsflash_jax.sharding import Layout
 
 PREFILLS = ("full", "replay")
 Drawn = tuple[Int[Array, " B"], Float[Array, " B"]]  # a token of each row, and its log-probability under the model
@@ -92,6 +92,20 @@ def proceed(
     """`extend`, and keep all of it: the cache behind the piece, and the hidden states that the head reads."""
     y, made = extend(setup, w, cache, tokens, count, classes=classes, images=images)
     return _behind(count, lambda cache: append(cache, made, count), cache, y)
+
+
+def step(
+    setup: Setup,
+    w: Weights,
+    cache: Cache,
+    tokens: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    classes: np.ndarray | None = None,
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """`proceed` by one token of each row whose `count` is 1, not 0, and the logits behind it."""
+    cache, y = proceed(setup, w, cache, tokens[:, None], count, classes=classes)
+    return cache, model.logits(model.whole(setup, w, "head"), y[:, 0])
 
 
 @struct.dataclass
@@ -191,46 +205,51 @@ class Decoder:
     """A model that decodes: weights in the compute dtype, compiled pieces, caches with room for what comes.
 
     What it returns are values; it keeps none of the caches it makes. Each capacity and each size of a piece is compiled
-    once. A cache that is handed in is used up.
+    once. A cache that is handed in is used up. It runs on the devices of the setup's layout.
     """
 
     def __init__(
-        self, setup: Setup, w: Weights, classes: np.ndarray | None = None, *, packed: bool = True, chunk: int = 512
+        self,
+        setup: Setup,
+        w: Weights,
+        classes: np.ndarray | None = None,
+        *,
+        packed: bool = True,
+        chunk: int = 512,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`classes` as in `piece`; `chunk` tokens of a prompt run at once; `packed` as in `cache.forms`."""
+        """`classes` as in `piece`; `chunk` tokens of a prompt run at once; `packed` as in `cache.forms`.
+
+        On several devices a `mesh` names them, by default all there are; raises as `devices.place`.
+        """
         c = setup.config
-        if chunk < 1:
-            raise ValueError(f"a chunk of a prompt has at least 1 token, got {chunk}")
-        if classes is not None and len(classes) < c.vocab_size:
-            raise ValueError(f"classes has {len(classes)} entries for a vocabulary of {c.vocab_size}")
+        need(chunk >= 1, f"a chunk of a prompt has at least 1 token, got {chunk}")
+        known = c.vocab_size if classes is None else len(classes)
+        need(known >= c.vocab_size, f"classes has {known} entries for a vocabulary of {c.vocab_size}")
         self.drafts = c.num_nextn_predict_layers > 0 and "mtp" in w
-        how = replace(setup.compute, remat="none")
-        self.setup = replace(setup, compute=how, objective=None, layout=Layout(), taps=self.drafts)
-        dtype = jnp.dtype(how.dtype)
-        self.w = dict(w) | model.cast(model.declare(c), w, dtype)
-        if self.drafts:
-            self.w |= model.cast(draft.declare(c), w, dtype)
-        self.classes, self.packed, self.chunk = classes, packed, chunk
-        jit = partial(jax.jit, donate_argnames="cache")
+        self.devices = devices.place(setup, self.drafts, mesh)
+        self.setup = self.devices.setup
+        self.w = model.cast(self.devices.declared, self.devices.put(w), jnp.dtype(setup.compute.dtype))
+        self.classes, self.chunk = classes, chunk
+        jit = partial(self.devices.jit, donate_argnums=1)  # the cache
         self._extend, self._encode, self._replay = jit(self._run_extend), jit(self._run_encode), jit(self._run_replay)
-        self._step, self._draw = jit(self._run_step), jit(self._run_draw)
-        self._first = jax.jit(self._run_first)
-        self.grow = jax.jit(caches.grow, static_argnames="capacity")  # no array that grows could be reused
+        self._step, self._draw = jit(partial(step, self.setup, classes=classes)), jit(self._run_draw)
+        self._first, self._logits = self.devices.jit(self._run_first), self.devices.jit(self._run_logits)
+        self._empty, self.grow = self.devices.caches(packed)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the weights."""
-        return params.digest(self.w)
+        """A hash of the weights, the same on every layout."""
+        return params.digest(self.w, self.devices.declared)
 
     def begin(self, rows: int, tokens: int) -> Cache:
-        """An empty cache with room for `tokens` a row."""
-        return caches.empty(self.setup, rows, self.capacity(tokens), self.packed)
+        """An empty cache with room for `tokens` a row. Raises ValueError for rows that the layout cannot split."""
+        return self._empty(rows, self.capacity(tokens))
 
     def capacity(self, tokens: int) -> int:
         """Room that a cache for so many tokens has: a power of two. Raises ValueError for more than the model reads."""
         limit = self.setup.config.max_position_embeddings
-        if tokens > limit:
-            raise ValueError(f"{tokens} tokens, prompt and continuation, exceed max_position_embeddings={limit}")
+        need(tokens <= limit, f"{tokens} tokens, prompt and continuation, exceed max_position_embeddings={limit}")
         return max(LEAST, 1 << (tokens - 1).bit_length())
 
     def room(self, cache: Cache, tokens: int) -> Cache:
@@ -243,8 +262,7 @@ class Decoder:
         size, given = self.setup.config.vocab_size, np.asarray(prompt)
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise ValueError(f"a prompt is a list of ids, got {given.dtype} of shape {list(given.shape)}")
-        if len(given) == 0:
-            raise ValueError("the prompt is empty: give at least one id, for example the beginning-of-sequence id")
+        need(len(given) > 0, "the prompt is empty: give at least one id, for example the beginning-of-sequence id")
         if given.min() < 0 or given.max() >= size:
             raise ValueError(f"prompt ids must lie in 0..{size - 1}, got {given.min()}..{given.max()}")
 
@@ -264,13 +282,11 @@ class Decoder:
         spans of images, another number of prompts than rows, or a model without "replay".
         """
         rows = cache.length.shape[0]
-        if len(prompts) != rows:
-            raise ValueError(f"{len(prompts)} prompts for a cache of {rows} rows")
+        need(len(prompts) == rows, f"{len(prompts)} prompts for a cache of {rows} rows")
         for prompt in prompts:
             self.check(prompt)
         pixels.check_spans(prompts, images, self.setup.config)
-        if how not in PREFILLS:
-            raise ValueError(f"prefill is 'full' or 'replay', got {how!r}")
+        need(how in PREFILLS, f"prefill is 'full' or 'replay', got {how!r}")
         longest = max(map(len, prompts))
         size = 1 << (longest - 1).bit_length()
         size = size if images is not None else min(size, self.chunk)
@@ -295,7 +311,7 @@ class Decoder:
 
     def first(self, cache: Cache, y: Float[Array, "B D"], settings: Settings) -> Drawn:
         """The token behind each row's prompt, drawn from what `prefill` returned."""
-        return self._first(self.w["head"], y, settings, cache.length)
+        return self._first(self.w, y, settings, cache.length)
 
     def draw(self, cache: Cache, tokens: Any, count: Any, settings: Settings) -> tuple[Cache, Drawn]:
         """`step`, and the token behind it drawn for each row: one program, nothing of which the host needs to see."""
@@ -303,7 +319,10 @@ class Decoder:
 
     def logits(self, y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """What the head makes of hidden states, float32."""
-        return model.logits(self.w["head"], y)
+        return self._logits(self.w, y)
+
+    def _run_logits(self, w: Weights, y: Array) -> Array:
+        return model.logits(model.whole(self.setup, w, "head"), y)
 
     def _run_extend(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, last: Array, images: Any
@@ -311,21 +330,14 @@ class Decoder:
         cache, y = proceed(self.setup, w, cache, tokens, count, classes=self.classes, images=images)
         return cache, jnp.where((count > 0)[:, None], newest(y, count), last)
 
-    def _run_step(self, w: Weights, cache: Cache, tokens: Array, count: Array) -> tuple[Cache, Array]:
-        cache, y = proceed(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
-        return cache, model.logits(w["head"], y[:, 0])
-
-    def _run_first(self, head: Array, y: Array, settings: Settings, position: Array) -> Drawn:
-        logits = model.logits(head, y)
-        logp, key = sampling.distribution(logits, settings), sampling.at(settings, position, sampling.PLAIN)
-        ids = sampling.draw(logp, key)
-        return ids, sampling.log_probability(logits, ids)
+    def _run_first(self, w: Weights, y: Array, settings: Settings, position: Array) -> Drawn:
+        return _drawn(self._run_logits(w, y), settings, position)
 
     def _run_draw(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, settings: Settings
     ) -> tuple[Cache, Drawn]:
-        cache, y = proceed(self.setup, w, cache, tokens[:, None], count, classes=self.classes)
-        return cache, self._run_first(w["head"], y[:, 0], settings, cache.length)
+        cache, logits = step(self.setup, w, cache, tokens, count, classes=self.classes)
+        return cache, _drawn(logits, settings, cache.length)
 
     def _run_encode(
         self, w: Weights, cache: Cache, tokens: Array, count: Array, end: End, images: Any
@@ -335,6 +347,12 @@ class Decoder:
     def _run_replay(self, w: Weights, cache: Cache, end: End) -> tuple[Cache, Array]:
         cache, y = replay(self.setup, w, cache, end)
         return cache, newest(y, jnp.minimum(end.total, self.setup.config.sliding_window))
+
+
+def _drawn(logits: Float[Array, "B V"], settings: Settings, position: Int[Array, " B"]) -> Drawn:
+    logp, key = sampling.distribution(logits, settings), sampling.at(settings, position, sampling.PLAIN)
+    ids = sampling.draw(logp, key)
+    return ids, sampling.log_probability(logits, ids)
 
 
 def _behind(count: Array, write: Callable[[Cache], Cache], cache: Cache, made: Any) -> tuple[Cache, Any]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import attention, hyper, layers, model, quant, rope
+from dsflash_jax import attention, hyper, layers, model, quant, rope, sharding
 from dsflash_jax.config import Config
 from dsflash_jax.flow import Setup, Stream
 from dsflash_jax.modes import LayerSpec, Mode
@@ -87,7 +87,7 @@ def main_keys(
     setup: Setup, w: Weights, taps: Float[Array, "N B T D"], positions: Int[Array, "B T"]
 ) -> Float[Array, "Z B T Dh"]:
     """Every stage's window keys of main positions before they are rounded, for a cache; w is the whole tree."""
-    c, stages = setup.config, _cast(setup, w)
+    c, stages = setup.config, _stages(setup, w)
     m = main_states(stages["0"], taps, c, setup.inputs)
     angles = rope.angles(rope.frequencies(c, compressed=False), positions)
     return jnp.stack(
@@ -126,11 +126,11 @@ def draft(
     `choose` takes each token from its logits, and those of the next one follow from it; without, it is the likeliest.
     """
     c, size = setup.config, setup.config.dspark_block_size
-    stages, dtype = _cast(setup, w), jnp.dtype(setup.compute.dtype)
+    stages, dtype = _stages(setup, w), jnp.dtype(setup.compute.dtype)
     inputs = jnp.full((token.shape[0], size), c.dspark_noise_token_id, token.dtype).at[:, 0].set(token)
     positions = memory.position[:, None] + 1 + jnp.arange(size)[None]
     angles = rope.angles(rope.frequencies(c, compressed=False), positions)
-    stream = Stream(*hyper.start(w["embed"][inputs].astype(dtype), c.hc_mult))
+    stream = Stream(*hyper.start(model.whole(setup, w, "embed")[inputs].astype(dtype), c.hc_mult))
     of_stage = replace(setup, config=stage_config(c))
     for i in range(len(stages)):
         below = stages[str(i)]
@@ -141,7 +141,7 @@ def draft(
             traces.append(trace)
     y = hyper.collapse(stream.x, stream.pre)
     last = stages[str(len(stages) - 1)]
-    base = model.logits(w["head"], rms_norm(y, last["norm"], c.rms_norm_eps))
+    base = model.logits(model.whole(setup, w, "head"), rms_norm(y, last["norm"], c.rms_norm_eps))
     return _chain(last, token, y, base, choose)
 
 
@@ -155,7 +155,7 @@ def _attend(
     seen = jnp.concatenate([filled, jnp.ones(u.shape[:2], bool)], axis=1)
     mask = jnp.broadcast_to(seen[:, None], (*u.shape[:2], keys.shape[1]))
     o, _ = attention.attend_masked(q, keys, mask, w["attn_sink"])
-    return attention.output(w, rope.rotate(o, at, inverse=True), inputs), None
+    return attention.output(w, rope.rotate(o, at, inverse=True), inputs, setup.parallel), None
 
 
 def _chain(
@@ -180,6 +180,8 @@ def _chain(
     return Draft(jnp.concatenate([token[:, None], chosen], axis=1), logits, confidence)
 
 
-def _cast(setup: Setup, w: Weights) -> dict[str, Any]:
-    """The stages, matrices in the compute dtype."""
-    return model.cast(declare(setup.config), w, jnp.dtype(setup.compute.dtype))["mtp"]
+def _stages(setup: Setup, w: Weights) -> dict[str, Any]:
+    """The stages for use: matrices in the compute dtype, and whole where a layout only stores them split."""
+    declared = declare(setup.config)
+    own = model.cast(declared, w, jnp.dtype(setup.compute.dtype))
+    return sharding.fetch(setup.layout, declared["mtp"], own["mtp"])

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import compressor, flow, model, parallel, sharding
+from dsflash_jax import compressor, flow, model, parallel
 from dsflash_jax.config import Config, Objective
 from dsflash_jax.flow import Batch, Setup
 from dsflash_jax.modes import Mode
@@ -80,11 +80,6 @@ def cross_entropy(
     return total
 
 
-def head(setup: Setup, w: Weights) -> Float[Array, "V D"]:
-    """The output head, whole."""
-    return sharding.fetch(setup.layout, {"head": model.declare(setup.config)["head"]}, w)["head"]
-
-
 def index_shares(c: Config, aim: Objective) -> np.ndarray:
     """Weight of each layer's indexer KL, [L] float32: 1 for a producer, 1 / group for each layer of a group's mean."""
     shares = np.zeros(c.num_hidden_layers, np.float32)
@@ -141,7 +136,7 @@ def total(
     p = setup.parallel
     y, out = model.forward(setup, w, batch, key)
     with jax.named_scope("cross_entropy"):
-        ce = cross_entropy(head(setup, w), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+        ce = cross_entropy(model.whole(setup, w, "head"), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
     every = partial(parallel.total, p)
     if whole is None:
         whole = jax.tree.map(every, Counts(ce.tokens, out.index_count, out.loads.sequences[0]))

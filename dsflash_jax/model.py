@@ -241,6 +241,11 @@ def _moved(node: Node, w: Weights, by: int) -> tuple[Node, Weights]:
     return new, w
 
 
+def whole(setup: Setup, w: Weights, name: str) -> Float[Array, "V D"]:
+    """The embedding or the head, "embed" or "head", with all its rows."""
+    return sharding.fetch(setup.layout, {name: declare(setup.config)[name]}, w)[name]
+
+
 def logits(head: Float[Array, "V D"], y: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """y head^T with float32 operands and result."""
     dims = (((y.ndim - 1,), (1,)), ((), ()))

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -84,21 +85,30 @@ def leaves(tree: Weights) -> dict[str, Weight]:
     return {"/".join(k.key for k in path): weight for path, weight in flat}
 
 
-def digest(w: Weights) -> str:
-    """A hash of all weights: sums of their bits, each with its place, that no device adds in another way."""
+def digest(w: Weights, declared: Weights | None = None) -> str:
+    """A hash of all weights: sums of their bits, each with its place, that no device adds in another way.
+
+    With declarations of the same tree, of what these have of each array: a layout may have filled some up.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(dict(w))
-    sums = jax.device_get(_sums([leaf for _, leaf in flat]))
-    named = [(jax.tree_util.keystr(p), str(a.dtype), a.shape, int(n)) for (p, a), n in zip(flat, sums, strict=True)]
+    shapes = [a.shape for _, a in flat] if declared is None else [d.full_shape for d in leaves(declared).values()]
+    sums = jax.device_get(_sums([leaf for _, leaf in flat], tuple(shapes)))
+    named = [
+        (jax.tree_util.keystr(p), str(a.dtype), shape, int(n))
+        for (p, a), shape, n in zip(flat, shapes, sums, strict=True)
+    ]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-@jax.jit
-def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    def one(a: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def _sums(arrays: list[jax.Array], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    def one(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         words = jax.lax.bitcast_convert_type(a, jnp.dtype(f"uint{8 * a.dtype.itemsize}")).astype(jnp.uint32)
         place = jnp.zeros(a.shape, jnp.uint32)
-        for axis, size in enumerate(a.shape):  # row-major, wrapping round
-            place = place * np.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, a.shape, axis)
+        for axis, size in enumerate(shape):  # row-major, wrapping round
+            at = jax.lax.broadcasted_iota(jnp.uint32, a.shape, axis)
+            place = place * np.uint32(size % 2**32) + at
+            words = words if size == a.shape[axis] else jnp.where(at < size, words, 0)
         return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
 
-    return [one(a) for a in arrays]
+    return [one(a, shape) for a, shape in zip(arrays, shapes, strict=True)]

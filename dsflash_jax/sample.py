@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,7 +87,7 @@ def generate(
     With the same seed a row says the same alone and in any batch, but for what the last bits of float32 decide.
     `prefill` as in `Decoder.prefill`; `room` tokens a row has room for from the start, else the cache doubles, and the
     step is compiled anew, when it is full. Without `text_of` events have ids and no text. `prefix` is a stored one, see
-    `dsflash_jax.prefix`, which all prompts begin with.
+    `dsflash_jax.prefix`, which all prompts begin with. On several devices rows that end at once fill up the batch.
     Raises ValueError, before anything runs, for a request that cannot be met: see `check`. The events raise NotFinite
     when they come to a row of which nothing can be drawn; no other row is touched by that one.
     """
@@ -99,6 +99,8 @@ def generate(
         raise ValueError(f"prefill is one of {list(decode.PREFILLS)}, got {prefill!r}")
     if prefill == "replay":
         decode.boundary(decoder.setup.config)  # raises where the model has none
+    asked = len(requests)
+    requests = [*requests, *[replace(requests[-1], max_tokens=1)] * (decoder.devices.filled(asked) - asked)]
     settings = sampling.settings(
         len(requests),
         [r.temperature for r in requests],
@@ -111,7 +113,7 @@ def generate(
     prompts = [np.asarray(request.prompt, np.int32) for request in requests]
     room = max(room, *map(len, prompts))
     behind = (decoder.begin(len(rows), room), 0) if prefix is None else prefixes.load(prefix, decoder, prompts, room)
-    return _events(decoder, rows, settings, prefill, speculator, behind)
+    return (e for e in _events(decoder, rows, settings, prefill, speculator, behind) if e.row < asked)
 
 
 def collect(events: Iterable[Event]) -> list[Completion]:

@@ -44,7 +44,7 @@ class Layout:
     capacity: float = 0.0  # room for rows sent to one device, times their mean; 0 gathers all at all experts and tables
     exchange: Literal["buckets", "ragged"] = "buckets"  # how they travel: a bucket a sender, or without gaps (on TPU)
     offload: bool = False  # the optimiser state of n-gram tables waits in host memory, and visits for its update
-    whole: int = 2**16  # matrices of fewer entries are whole on every device, too
+    whole: int = 2**16  # matrices of fewer entries are whole on every device, too; to decode, best more than any has
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -171,9 +171,9 @@ def fetch(at: Layout, declared: Any, w: Any) -> dict[str, Any]:
     return {name: map_pairs(one, declared[name], w[name]) for name in declared}
 
 
-def map_pairs(function: Any, declared: Any, w: Any) -> Any:
-    """Apply `function` to every declaration and its array."""
-    return jax.tree.map(function, declared, w, is_leaf=lambda d: isinstance(d, Weight))
+def map_pairs(function: Any, declared: Any, *w: Any) -> Any:
+    """Apply `function` to every declaration and its array, or what else the trees `w` have in its place."""
+    return jax.tree.map(function, declared, *w, is_leaf=lambda d: isinstance(d, Weight))
 
 
 def batch_specs(batch: Any, at: Layout) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dsflash_jax import decode, draft, model, sampling
+from dsflash_jax import decode, draft, model, parallel, sampling
 from dsflash_jax.cache import SHORT, Cache
 from dsflash_jax.decode import Decoder
 from dsflash_jax.flow import Setup
@@ -119,7 +118,7 @@ class Speculator:
             raise ValueError(f"the confidence threshold is a probability, got {self.threshold}")
         self.most = self.most or size
         self.statistics = Statistics(np.zeros(self.most, np.int64), np.zeros(self.most, np.int64))
-        self._round = jax.jit(partial(self._run), donate_argnames="cache")
+        self._round = self.decoder.devices.jit(self._run, donate_argnums=1)
 
     def round(self, cache: Cache, token: Any, active: Any, settings: Settings) -> tuple[Cache, Round]:
         """Draft behind `token` int [B], the newest known one, which stands behind the cache; verify and keep.
@@ -143,7 +142,7 @@ class Speculator:
         count = jnp.where(active, drafted + 1, 0)
         with jax.named_scope("verify"):
             y, kept = decode.extend(setup, w, cache, tokens, count, classes=self.decoder.classes)
-            logits = model.logits(w["head"], y)  # [B, J + 1, V]
+            logits = model.logits(model.whole(setup, w, "head"), y)  # [B, J + 1, V]
         accepted, behind = sampling.accept(
             made.tokens, drafted, made.logp, sampling.distribution(logits, settings), settings, cache.length + 1
         )
@@ -161,7 +160,8 @@ def oracle(known: Int[np.ndarray, "B N"], vocabulary: int, size: int) -> Propose
 
     def look(setup: Setup, w: Weights, cache: Cache, token: Array, settings: Settings) -> Proposal:
         at = cache.length[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None]
-        tokens: Array = jnp.take_along_axis(table, jnp.minimum(at, table.shape[1] - 1), axis=1)
+        own = jax.lax.dynamic_slice_in_dim(table, parallel.index(setup.parallel.rows) * len(token), len(token))
+        tokens: Array = jnp.take_along_axis(own, jnp.minimum(at, own.shape[1] - 1), axis=1)
         logp: Float[Array, "B J V"] = jnp.where(jax.nn.one_hot(tokens, vocabulary, dtype=bool), 0.0, -jnp.inf)
         return Proposal(tokens, logp, jnp.full(tokens.shape, jnp.inf, jnp.float32))
 

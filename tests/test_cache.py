@@ -14,7 +14,6 @@ import tiny
 from dsflash_jax import cache, costs
 from dsflash_jax.config import Compute, Config, Quantize
 from dsflash_jax.flow import Setup
-from dsflash_jax.sharding import Layout
 
 ON = Quantize(kv_fp4=True, index_fp4=True, window_fp8=True, linear_fp8=True)
 BOOKKEEPING = ("length", "origin", "stored")
@@ -56,10 +55,6 @@ def test_numbers_are_kept_where_nothing_is_rounded_or_packing_is_off(golden: Pat
     [
         ({"rows": 0}, "at least one row and one token, got rows=0"),
         ({"capacity": 0}, "got rows=1 and capacity=0"),
-        (
-            {"setup": Setup(tiny.T, tiny.STRICT, layout=Layout(fsdp=2))},
-            "decoding runs on one device, but the layout has 2",
-        ),
         ({"setup": Setup(tiny.with_modes("F8 U"), tiny.STRICT)}, "sliding_window=4 must reach the pending tokens"),
     ],
 )

@@ -95,6 +95,17 @@ def test_the_newest_weights_of_a_run_go_on_from_a_text(
     assert (made["tokens"], made["finishes"], made["finished"]) == (6, {"length": 1}, True)
 
 
+def test_a_layout_spreads_the_weights_and_says_the_same(
+    run: Path, decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ("layout.fsdp=2", "layout.expert=4", "layout.whole=0")
+    assert command(run, "--prompt", "the ", "--max-tokens", 6, "--temperature", 0, *layout) == 0
+    (want,) = said(decoder, Request(ids_of("the "), 6, temperature=0.0))
+    shown = capsys.readouterr()
+    assert shown.out == want.text + "\n"
+    assert "step 2, float32, on 8 x cpu" in shown.err
+
+
 def test_lines_come_out_in_order_with_what_each_asks_for_whatever_the_batch(
     run: Path, decoder: Decoder, tmp_path: Path
 ) -> None:
@@ -175,6 +186,8 @@ def test_a_bad_line_is_named_before_anything_runs(
         (("--prompt", "a", "--threshold", "0.5"), "--threshold ends drafts early: give --draft"),
         (("--prompt", "a", "--out", "both", "--json", "both"), "write to one path: give each its own"),
         (("--prompt", "a", "--draft", "2"), "speculative decoding needs a draft head"),
+        (("--prompt", "a", "layout.context=8"), "decoding keeps a row on one device, but context splits its tokens"),
+        (("--prompt", "a", "layout.data=3"), "takes 3 devices, but there are 8"),
         (("--prompt", "a", "--stop", ""), "a stop string is empty"),
         (("--prompt", "a", "compute.dtyp=float32"), "did you mean 'dtype'?"),
         (("--prompt", "a", "model.head_dim=32"), "do not fit this model: "),

@@ -16,6 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiny_digits
+from rich.console import Console
+from tiny import QUICK
 from tiny_run import ENGRAM, FINAL, PEAK, STEPS, WARMUP, arguments, child, tiny, write_corpus
 
 from dsflash_jax import cli
@@ -277,6 +280,24 @@ def test_a_run_leaves_after_the_update_it_is_told(corpus: Path, tmp_path: Path) 
     assert main.run(config, tmp_path / "result.json") == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["step"]) == (main.AS_ASKED, 2)
+
+
+@pytest.mark.parametrize("vision", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_devices_sample_what_one_does(
+    vision: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From fresh weights: a prompt, or some pictures."""
+    monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
+
+    def sample(*layout: str) -> str | None:
+        changes = ("data.batch_size=8", "sample_tokens=3", *layout)
+        config = tiny_digits.tiny(tmp_path, *changes) if vision else tiny(corpus, tmp_path, *changes)
+        at = placement.place(config)
+        return main._sample(config, at, main.start(config, at), tmp_path, Console(quiet=True))
+
+    alone = sample()
+    assert alone and sample("layout.fsdp=2", "layout.expert=4", "layout.whole=0") == alone
+    assert vision or sample("layout.fsdp=4", "layout.context=2") is None
 
 
 @pytest.mark.slow

@@ -266,6 +266,13 @@ def test_weights_alone_come_from_the_newest_checkpoint_that_can_be_read(run: Run
     assert (len(table(want)), len(table(w))) == (60, 59)
     want["layers"]["layer0"]["engram"]["embed"] = table(want)[:59]
     jax.tree.map(np.testing.assert_array_equal, want, dict(w))
+    shutil.rmtree(saver.folder / "3")
+    _, _, split = read_weights(run.out, lambda use: override(use, ["layout.fsdp=8"]), print)
+    assert {part.data.shape for part in table(split).addressable_shards} == {(8, NGRAMS.engram_head_dim)}
+    np.testing.assert_array_equal(table(split)[:59], table(w))
+    split["layers"]["layer0"]["engram"]["embed"] = table(w)
+    jax.tree.map(np.testing.assert_array_equal, dict(split), dict(w))
+    gc.collect()
 
 
 def test_weights_are_not_read_where_no_run_is_or_another_models_are(run: Run, tmp_path: Path) -> None:

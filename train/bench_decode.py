@@ -21,6 +21,7 @@ from rich.console import Console
 from dsflash_jax import cache, draft, model, modes, sampling, speculate
 from dsflash_jax.config import Config, need
 from dsflash_jax.decode import Decoder
+from dsflash_jax.sharding import Layout
 from train import main
 from train.config import Run
 
@@ -47,7 +48,7 @@ def decode(
          f"--context {context}, twice {tokens} tokens and the drafts exceed max_position_embeddings="
          f"{c.max_position_embeddings}: ask for less")  # fmt: skip
     main.check_devices()
-    setup = replace(run.inference, config=c)
+    setup = replace(run.inference, config=c, layout=Layout())
     key = jax.random.key(run.seed)
     w = main.jit(partial(model.init, model.declare(c) | draft.declare(c)), main.QUICK)(key)
     console = console or Console()

@@ -6,6 +6,7 @@ copies (a fifth of the hyper-connections) and the sum over index heads (1 of 129
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,12 +50,7 @@ def lower(c: Config, context: int) -> jax.stages.Lowered:
     """One token of one row in a cache with room for `context` tokens; nothing is allocated."""
     setup = setup_of(c)
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
-
-    def step(w: Any, held: cache.Cache, token: Any, count: Any) -> Any:
-        held, y = decode.proceed(setup, w, held, token[:, None], count)
-        return held, model.logits(w["head"], y[:, 0])
-
-    return jax.jit(step, donate_argnums=1).lower(*_shapes(setup, context), one, one)
+    return jax.jit(partial(decode.step, setup), donate_argnums=1).lower(*_shapes(setup, context), one, one)
 
 
 def lower_prefill(c: Config, prompt: int, how: str) -> jax.stages.Lowered:

@@ -79,7 +79,9 @@ def main(asked: Asked) -> dict[str, Any]:
     source = load(asked, console)
     requests = list(checked(asked, source, listed))
     speculator = None if asked.drafts is None else Speculator(source.decoder, asked.drafts, asked.threshold)
-    say(console, f"{source.name}, on {jax.devices()[0].device_kind}; the first tokens wait for compiling")
+    used = source.decoder.devices.layout.devices
+    where = f"{used} x {jax.devices()[0].device_kind}" if used > 1 else jax.devices()[0].device_kind
+    say(console, f"{source.name}, on {where}; the first tokens wait for compiling")
     result: dict[str, Any] = {"source": source.name, "prompts": len(listed), "prefill": asked.prefill}
     if asked.prefill == "replay":
         result["approximate"] = mark_replay(source, requests, console)
@@ -135,12 +137,13 @@ def load(asked: Asked, console: Console) -> Source:
     if (at / "weights.npz").is_file():
         use = change(_released(named(at / "config.json")))
         adopt = partial(checkpoint.adopt, use.model)
-        w = parity.named(at / "weights.npz", lambda path: jax.tree.map(jnp.asarray, adopt(verdict.read(path))))
+        put = jnp.asarray if use.layout.devices == 1 else np.asarray  # not through one device to several
+        w = parity.named(at / "weights.npz", lambda path: jax.tree.map(put, adopt(verdict.read(path))))
         name, text_of, classes = f"{asked.source}: weights.npz", None, _classes(at, use.model)
     else:
         step, use, w = saver.read_weights(asked.source, change, partial(say, console))
         name, text_of, classes = f"{asked.source}: step {step}", tokenizer.bytes_of, None
-    setup = Setup(use.model, use.compute, quantize=use.quantize)
+    setup = Setup(use.model, use.compute, quantize=use.quantize, layout=use.layout)
     return Source(f"{name}, {use.compute.dtype}", Decoder(setup, w, classes, chunk=asked.chunk), text_of)
 
 
@@ -219,7 +222,8 @@ def keep_prefix(asked: Asked, source: Source, request: Request, console: Console
     """Store the slots of a prompt, and return the file's bytes."""
     assert asked.save_prefix is not None
     ids = np.asarray(request.prompt, np.int32)
-    held, _ = source.decoder.prefill(source.decoder.begin(1, len(ids)), [ids], how=asked.prefill)
+    rows = source.decoder.devices.filled(1)
+    held, _ = source.decoder.prefill(source.decoder.begin(rows, len(ids)), [ids] * rows, how=asked.prefill)
     with writing(f"--save-prefix {asked.save_prefix}"):
         size = prefix.save(asked.save_prefix, source.decoder, held, 0, ids)
     say(console, f"{asked.save_prefix}: {len(ids):,} tokens in {size:,} bytes")
@@ -264,5 +268,7 @@ def compare(source: Source, requests: list[Request], batch: int, console: Consol
 
 def _behind(decoder: Decoder, given: list[np.ndarray], how: Any) -> np.ndarray:
     """The logits behind each prompt, [B, V]."""
-    _, y = decoder.prefill(decoder.begin(len(given), max(map(len, given))), given, how=how)
-    return np.asarray(decoder.logits(y))
+    rows = decoder.devices.filled(len(given))
+    filled = given + given[-1:] * (rows - len(given))
+    _, y = decoder.prefill(decoder.begin(rows, max(map(len, given))), filled, how=how)
+    return np.asarray(decoder.logits(y))[: len(given)]

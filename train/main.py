@@ -117,7 +117,7 @@ def run(config: Run, json_path: Path | None = None, until: int | None = None) ->
         text = f"{stopped}: saved step {int(state.step)} in {out}; the same command goes on from there"
         metrics.say(console, text)
     else:
-        result["sample"] = _sample(config, state, out, console)
+        result["sample"] = _sample(config, placement, state, out, console)
         sampled = " and sample.txt" if result["sample"] is not None else ""
         metrics.say(console, f"checkpoints, metrics.jsonl, loss.png{sampled} are in {out}")
     _write(json_path, result)
@@ -313,15 +313,15 @@ def _report(
         log.write("train", at, values | {"tokens_per_second": round(screen.tokens_per_second, 1)})
 
 
-def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str | None:
+def _sample(config: Run, placement: Placement, state: TrainState, out: Path, console: Console) -> str | None:
     """Sample, show and keep a text; None if the run wants none.
 
     It goes on from the prompt; a model that sees reads some held-out pictures instead.
     """
     if not config.sample_tokens:
         return None
-    if config.layout.devices > 1:
-        metrics.say(console, "no sample: generation runs on one device")
+    if config.layout.tokens or jax.process_count() > 1:
+        metrics.say(console, "no sample: decoding runs in one process, and with no row's tokens split")
         return None
     c = config.model
     pictures = [] if c.vision is None else list(data.shown(config.data, c, READ))
@@ -331,7 +331,8 @@ def _sample(config: Run, state: TrainState, out: Path, console: Console) -> str 
     requests = [asked(prompt, images=images) for _, prompt, images in pictures]
     if c.vision is None:
         requests = [asked(np.concatenate([[c.bos_token_id], tokenizer.encode(config.sample_prompt)]))]
-    decoder = Decoder(config.inference, state.params)  # bytes have no other spellings, so n-grams are of the ids
+    # Bytes have no other spellings, so n-grams are of the ids.
+    decoder = Decoder(config.inference, state.params, mesh=placement.mesh)
     try:
         made = sample.collect(sample.generate(decoder, requests, text_of=tokenizer.bytes_of)) if requests else []
     except sample.NotFinite as error:

@@ -21,8 +21,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from dsflash_jax import model, sharding
+from dsflash_jax import devices, model, sharding
 from dsflash_jax.config import Compute, Config, Quantize, build, need
+from dsflash_jax.flow import Setup
 from dsflash_jax.params import Weights, map_weights
 from dsflash_jax.sharding import Layout
 from train import hosts, placement
@@ -198,6 +199,7 @@ class Inference:
     model: Config
     compute: Compute = field(default_factory=Compute)
     quantize: Quantize = field(default_factory=Quantize)
+    layout: Layout = field(default_factory=Layout)  # devices, one whatever the run had
 
 
 def read_weights(
@@ -205,7 +207,8 @@ def read_weights(
 ) -> tuple[int, Inference, Weights]:
     """Step, use and weights, and nothing else, of the newest checkpoint of a run's folder that can be read.
 
-    `change` alters what the run stored of their use. The folder is only read, and `say` is told of damaged checkpoints.
+    `change` alters what the run stored of their use; each device of its layout reads its part. The folder is only read,
+    and `say` is told of damaged checkpoints.
     Raises ValueError if it is no folder of a run, all checkpoints are damaged, or the arrays do not fit the model.
     """
     at, config = checkpoints(out), folder(out) / "config.json"
@@ -236,12 +239,12 @@ def _weights_of(
         stored = _arrays(reader.item_metadata(step)["state"].tree["params"])
     compute, quantize = (build(cls, saved.get(cls.__name__.lower(), {}), "checkpoint") for cls in (Compute, Quantize))
     use = change(Inference(architecture, compute, quantize))
-    declared = model.declare(use.model)
     shape = lambda w: jax.ShapeDtypeStruct(w.full_shape, jnp.float32)  # noqa: E731
-    expected = map_weights(shape, sharding.stored(declared, Layout(**saved.get("layout", {}))))
+    expected = map_weights(shape, sharding.stored(model.declare(use.model), Layout(**saved.get("layout", {}))))
     if wrong := sorted(differences("", stored, _arrays(expected))):
         raise ValueError(f"{reader.directory}: the arrays of step {step} do not fit this model: {'; '.join(wrong)}")
-    like = {"params": jax.tree.map(_placed, map_weights(shape, declared))}
+    where = devices.place(Setup(use.model, use.compute, layout=use.layout), drafts=False)
+    like = {"params": jax.tree.map(_placed, where.like(lambda w: jnp.float32))}
     how = lambda a: ocp.ArrayRestoreArgs(sharding=a.sharding, global_shape=a.shape, dtype=a.dtype, strict=False)  # noqa: E731
     args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(how, like), partial_restore=True)
     with _reading():

@@ -204,7 +204,8 @@ def evaluate(setup: Setup, params: Weights, batch: Batch, mesh: Mesh | None = No
 
     def one(params: Weights, batch: Batch) -> tuple[loss.CrossEntropy, Array]:
         y, out = model.forward(setup, params, batch)
-        ce = loss.cross_entropy(loss.head(setup, params), y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
+        head = model.whole(setup, params, "head")
+        ce = loss.cross_entropy(head, y, batch.targets, batch.loss_mask, setup.compute.loss_chunk)
         return jax.tree.map(partial(parallel.total, setup.parallel), (ce, out.loads.dropped.sum()))
 
     if mesh is None:
