@@ -25,12 +25,6 @@ p e t   flags: picks candidate blocks for later X layers, has n-gram memory, fee
 2(F2 3U)   twice F2 U U U"""
 
 
-COMPILE = """Compile the training step of a run by libtpu (extra [aot]), on a machine without a TPU, and print how every
-parameter is split, the memory of a device by kind, FLOPs, collectives and compile time.
-
-Exit status 1 if it does not fit."""
-
-
 DECODE = """Decode from fresh weights behind a cache of zeros and print tokens a second, plainly and with a draft head
 that is not trained and one whose drafts are all right: the two ends of what drafting gives."""
 LAYOUTS = """Train a run for some steps on one device and on each layout, from the same weights on the same batches.
@@ -137,25 +131,18 @@ def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     add_overrides(describe)
 
+    from train import flags
+
     compile_ = add(
         commands,
         run_compile,
         "compile",
-        "compile a training step for TPUs that are not here, and say whether it fits",
-        COMPILE,
+        "compile a training or decode step for TPUs that are not here, and say whether it fits",
+        flags.COMPILE,
         "dsflash compile pretrain_64k --topology v5p:4x8x8",
     )
-    compile_.add_argument("config", metavar="CONFIG", help="a name in configs/, or a Python file that defines config")
-    compile_.add_argument(
-        "--topology", metavar="KIND:SIZE", required=True, help="v5p:4x8x8; with --search the kind alone"
-    )
-    compile_.add_argument("--seq-len", metavar="N", type=int, help="tokens of a row, in place of data.seq_len")
-    compile_.add_argument("--mesh", metavar="AXIS=N,...", help="axes of the layout, in place of its own; others are 1")
-    compile_.add_argument("--no-code", action="store_true", help="stop when memory is laid out, after some minutes")
-    compile_.add_argument("--search", action="store_true", help="find the smallest topology of the kind that it fits")
+    flags.add_compile(compile_)
     add_overrides(compile_)
-
-    from train import flags
 
     generate = add(
         commands,
@@ -285,12 +272,15 @@ def run_compile(arguments: argparse.Namespace) -> int:
         from dsflash_jax.sharding import AXES
 
         changes += [f"layout.{axis}=1" for axis in AXES] + [f"layout.{part}" for part in arguments.mesh.split(",")]
+    if arguments.rows is not None and not arguments.decode:
+        refuse("--rows are those of a decode step: add --decode, or set data.batch_size")
     needs = "a step needs a run with data, optim and layout"
     run = read_config(arguments.config, [*arguments.overrides, *changes], needs)
     from train import ahead
 
     try:
-        made = ahead.main(run, arguments.topology, arguments.search, not arguments.no_code)
+        rows = arguments.rows or 0 if arguments.decode else None
+        made = ahead.main(run, arguments.topology, arguments.search, not arguments.no_code, rows)
     except (ValueError, FileNotFoundError, ImportError) as error:
         refuse(error)
     write_json(arguments.json, made)

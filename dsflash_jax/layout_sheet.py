@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 from rich.console import Console
 
 from dsflash_jax import sharding
@@ -13,14 +14,13 @@ from dsflash_jax.parallel import Axes
 from dsflash_jax.params import Weight, Weights, leaves
 from dsflash_jax.sharding import AXES, Layout
 
-BYTES = 4  # of a float32 entry
 GIB = 2**30
 
 
-def rows(declared: Weights, at: Layout) -> list[dict[str, Any]]:
+def rows(declared: Weights, at: Layout, dtype: str = "float32") -> list[dict[str, Any]]:
     """One row for the copies of a parameter that all layers have alike: its name without the layer, and their number.
 
-    `bytes` is what a device holds of all copies, in float32.
+    `bytes` is what a device holds of all copies, in this dtype or, where it is declared, in float32.
     """
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path, w in leaves(sharding.stored(declared, at)).items():
@@ -32,7 +32,7 @@ def rows(declared: Weights, at: Layout) -> list[dict[str, Any]]:
         )
         copies = prod(w.stack)
         row["copies"] += copies
-        row["bytes"] += BYTES * copies * _share(w, split, at)
+        row["bytes"] += jnp.dtype(jnp.float32 if w.float32 else dtype).itemsize * copies * _share(w, split, at)
     return list(made.values())
 
 
@@ -62,10 +62,10 @@ def print_lines(console: Console, title: str, lines: Sequence[Sequence[str]]) ->
         console.print(padded.rstrip() if len(line) > 1 else title, soft_wrap=True, markup=False, highlight=False)
 
 
-def show(declared: Weights, at: Layout, console: Console) -> None:
+def show(declared: Weights, at: Layout, console: Console, dtype: str = "float32") -> None:
     """Print the table, and what a device holds in all."""
     sizes = ", ".join(f"{axis} {getattr(at, axis)}" for axis in AXES if getattr(at, axis) > 1)
-    made = rows(declared, at)
+    made = rows(declared, at, dtype)
     head = ("parameter", "copies", "shape", "split over", "MiB a device")
     body = [
         (r["parameter"], str(r["copies"]), " x ".join(map(str, r["shape"])), r["split"], f"{r['bytes'] / 2**20:,.1f}")
@@ -73,4 +73,4 @@ def show(declared: Weights, at: Layout, console: Console) -> None:
     ]
     print_lines(console, f"{at.devices} devices: {sizes or 'one'}", [head, *body])
     total = sum(row["bytes"] for row in made)
-    console.print(f"{total / GIB:,.2f} GiB of float32 weights a device", highlight=False)
+    console.print(f"{total / GIB:,.2f} GiB of {dtype} weights a device", highlight=False)

@@ -17,7 +17,8 @@ from train.config import Run
 
 GIB = ahead.GIB
 REPORT = ahead.Report(
-    topology="v5p:2x2x1", devices=4, cores=1, layout={}, parts=2, rows=8, seq_len=64, hbm=10 * GIB, arguments=8 * GIB,
+    topology="v5p:2x2x1", devices=4, cores=1, layout={"whole": 9}, decodes=False, parts=2,
+    held={}, rows=8, seq_len=64, hbm=10 * GIB, arguments=8 * GIB,
     temporaries=4 * GIB, output=0, program=0, total=12 * GIB, flops=1, tokens=512, stablehlo_lines=1, code=True,
     lower_seconds=1.0, compile_seconds=1.0, collectives=(), largest={}, crossed=(), versions="",
 )  # fmt: skip
@@ -66,6 +67,7 @@ def test_advice_names_what_takes_the_room():
     assert "2.0 GiB too much, most of it state: take more devices" in REPORT.advice()
     other = dataclasses.replace(REPORT, arguments=2 * GIB, temporaries=10 * GIB)
     assert "most of it temporaries: raise accumulate=2" in other.advice()
+    assert "fewer --rows, a shorter --seq-len, or split smaller" in dataclasses.replace(REPORT, decodes=True).advice()
     assert dataclasses.replace(REPORT, total=10 * GIB).advice() == ""
 
 

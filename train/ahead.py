@@ -1,4 +1,4 @@
-"""Compiles a run's training step for TPUs that are not here, and says what it takes of each and whether it fits.
+"""Compiles a run's training or decode step for TPUs that are not here, and says what it takes and whether it fits.
 
 libtpu compiles for a topology by name, on a machine without a TPU; nothing is allocated and nothing runs.
 """
@@ -18,7 +18,7 @@ from dsflash_jax import layout_sheet
 from dsflash_jax.config import need
 from dsflash_jax.layout_sheet import GIB
 from dsflash_jax.sharding import AXES
-from train import compiler, program, step
+from train import compiler, decode_ahead, program, step
 from train.config import Run
 from train.program import Collective
 
@@ -38,11 +38,13 @@ class Report:
     devices: int
     cores: int
     layout: dict[str, Any]
+    decodes: bool  # a token of each row; else it trains
     parts: int
     rows: int  # of the batch
-    seq_len: int
+    seq_len: int  # tokens of a row, or those that its cache has room for
     hbm: int  # bytes that a program may use
-    arguments: int  # state and batch; the new state takes their place
+    held: dict[str, int]  # what it is given, without the lanes that a TPU fills up
+    arguments: int  # the same with them; the new state, or the new cache, takes their place
     temporaries: int
     output: int  # beyond what takes the arguments' place
     program: int  # the code itself
@@ -73,29 +75,38 @@ class Report:
         if self.fits:
             return ""
         over = (self.total - self.hbm) / GIB
+        if self.decodes:
+            return (f"{over:.1f} GiB too much: take more devices along expert, fsdp or tensor, fewer --rows, a shorter "
+                    f"--seq-len, or split smaller matrices, too, than layout.whole={self.layout['whole']}")  # fmt: skip
         if self.arguments > self.hbm * BREATH:
             return f"{over:.1f} GiB too much, most of it state: take more devices along fsdp, expert or context"
         return (f"{over:.1f} GiB too much, most of it temporaries: raise accumulate={self.parts}, or split tokens over "
                 "more devices with layout.context or layout.expert_splits=tokens")  # fmt: skip
 
 
-def compile_step(run: Run, name: str, code: bool = True) -> Report:
-    """Compile the training step of a run for a topology and report on it.
+def compile_step(run: Run, name: str, code: bool = True, rows: int | None = None) -> Report:
+    """Compile the training step of a run for a topology and report on it; or, of `rows` rows, the decode step.
+
+    With 0 rows these are as many as the layout has parts of rows; each has a cache with room for `data.seq_len` tokens.
 
     Without `code` the compiler is stopped when it has laid out the memory, before it makes machine code of it, which
     takes most of the time and changes nothing of the rest. A program that does not fit is reported on, too, as far as
     the compiler's message goes. Raises ImportError without libtpu, ValueError if the layout does not suit the topology.
     """
     kind, size = compiler.parse(name)
-    made = compiler.compile_step(run, name, code)
+    rows = None if rows is None else decode_ahead.rows_of(run, rows)
+    made = compiler.compile_step(run, name, code, rows)
+    batch, length = run.data.batch_size, run.data.seq_len
+    crossed = _crossed(run, made.text) if rows is None else decode_ahead.crossed(run, rows, made.shapes, made.text)
     return Report(
         topology=name, devices=prod(size) * CORES.get(kind, 1), cores=CORES.get(kind, 1),
-        layout={a: getattr(run.layout, a) for a in (*AXES, "expert_splits", "capacity")}, parts=run.accumulate,
-        rows=run.data.batch_size, seq_len=run.data.seq_len, hbm=int(HBM[kind] * GIB), **made.memory, flops=made.flops,
-        tokens=run.data.batch_size * run.data.seq_len, stablehlo_lines=made.stablehlo_lines, code=code,
+        layout={a: getattr(run.layout, a) for a in (*AXES, "expert_splits", "capacity", "whole")},
+        decodes=rows is not None, parts=run.accumulate if rows is None else 1, rows=rows or batch, seq_len=length,
+        hbm=int(HBM[kind] * GIB), held=made.held, **made.memory, flops=made.flops, tokens=rows or batch * length,
+        stablehlo_lines=made.stablehlo_lines, code=code,
         lower_seconds=made.lower_seconds, compile_seconds=made.compile_seconds,
         collectives=tuple(program.collectives(made.text)),
-        largest=dict(list(program.arrays(made.text).items())[:SHOWN]), crossed=tuple(_crossed(run, made.text)),
+        largest=dict(list(program.arrays(made.text).items())[:SHOWN]), crossed=tuple(crossed),
         versions=f"jax {jax.__version__}, libtpu {version('libtpu')}",
     )  # fmt: skip
 
@@ -152,16 +163,24 @@ def search(run: Run, kind: str) -> Iterator[tuple[Run, str, Report | str]]:
 
 
 def main(
-    run: Run, name: str, searching: bool = False, code: bool = True, console: Console | None = None
+    run: Run,
+    name: str,
+    searching: bool = False,
+    code: bool = True,
+    rows: int | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
-    """What `dsflash compile` does; returns the last report as plain values.
+    """What `dsflash compile` does; returns the last report as plain values. `rows` as in `compile_step`.
 
     Raises ValueError or ImportError for what cannot be compiled, and if a search ends without a topology that fits.
     """
     console = console or Console()
+    need(rows is None or not searching, "--search lays out training steps: with --decode give a topology and a layout")
     if not searching:
-        layout_sheet.show(step.declare(run.setup), run.layout, console)
-        report = compile_step(run, name, code)
+        layout_sheet.show(
+            step.declare(run.setup), run.layout, console, "float32" if rows is None else run.compute.dtype
+        )
+        report = compile_step(run, name, code, rows)
         show(report, console)
         return as_json(report)
     tried = None
@@ -187,10 +206,13 @@ def show(report: Report, console: Console) -> None:
     gib = lambda n: f"{n / GIB:,.2f} GiB"  # noqa: E731
     axes = ", ".join(f"{axis} {n}" for axis, n in report.layout.items() if axis in AXES and n > 1)
     per = report.rows // report.parts
+    held = [f"{name} {gib(n)}" for name, n in report.held.items() if n > report.arguments / 1000]
+    training = f"{report.rows:,} rows of {report.seq_len:,} tokens in {report.parts} parts of {per}"
+    decoding = f"a token each of {report.rows:,} rows, in caches with room for {report.seq_len:,}"
     lines = [
         ("devices", f"{report.devices:,}, {report.cores} a chip: {axes}"),
-        ("batch", f"{report.rows:,} rows of {report.seq_len:,} tokens in {report.parts} parts of {per}"),
-        ("arguments", f"{gib(report.arguments)}: state and batch"),
+        ("batch", decoding if report.decodes else training),
+        ("arguments", f"{gib(report.arguments)}: {', '.join(held)}"),
         *((kind, gib(getattr(report, kind))) for kind in ("temporaries", "output", "program")),
         ("in all", f"{gib(report.total)} of {gib(report.hbm)} a device"),
         ("FLOPs", f"{report.flops:.4g} a step, {report.flops / report.tokens:.4g} a token"),
@@ -210,5 +232,6 @@ def show(report: Report, console: Console) -> None:
         layout_sheet.print_lines(console, "The largest traffic", traffic)
     console.print(f"the largest arrays: {', '.join(report.largest)}", highlight=False, markup=False, soft_wrap=True)
     crossed = ", ".join(report.crossed) or "none"
-    console.print(f"arrays of tokens by slots, or by vocabulary: {crossed}", highlight=False, markup=False)
+    others = "by slots" if report.decodes else "by slots, or by vocabulary"
+    console.print(f"arrays of tokens {others}: {crossed}", highlight=False, markup=False)
     console.print("fits" if report.fits else f"does not fit: {report.advice()}", highlight=False)

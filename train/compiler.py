@@ -27,7 +27,7 @@ from jax.experimental import topologies
 from dsflash_jax import pixels
 from dsflash_jax.config import need
 from dsflash_jax.flow import Batch
-from train import data, placement, program
+from train import data, decode_ahead, placement, program
 from train.config import Run
 
 UNITS = {"M": 2**20, "G": 2**30, "T": 2**40}  # of the compiler's messages
@@ -61,6 +61,8 @@ class Compiled:
     compile_seconds: float
     memory: dict[str, int]  # bytes of a device by kind
     text: str  # HLO
+    held: dict[str, int]  # bytes of a device's part of each argument, without the lanes that a TPU fills up
+    shapes: list[tuple[int, ...]]  # of a device's parts
 
 
 def parse(name: str) -> tuple[str, tuple[int, ...]]:
@@ -72,8 +74,8 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
     return kind, tuple(map(int, size.split("x")))
 
 
-def compile_step(run: Run, name: str, code: bool) -> Compiled:
-    """Compile the step of a run; see `ahead.compile_step`."""
+def compile_step(run: Run, name: str, code: bool, rows: int | None = None) -> Compiled:
+    """Compile the training step of a run, or the decode step of `rows` rows; see `ahead.compile_step`."""
     parse(name)
     if find_spec("libtpu") is None:
         raise ImportError(
@@ -81,7 +83,7 @@ def compile_step(run: Run, name: str, code: bool) -> Compiled:
         )
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "task").write_bytes(pickle.dumps((run, name)))
+        (folder / "task").write_bytes(pickle.dumps((run, name, rows)))
         with (folder / "messages").open("w") as messages:
             child = subprocess.Popen(
                 [sys.executable, "-m", "train.compiler", temporary], stdout=messages, stderr=messages
@@ -116,28 +118,30 @@ def _result(folder: Path) -> Compiled:
     else:
         (report,) = folder.glob(LAID_OUT)
         total = int(re.findall(r"Total bytes: (\d+)", report.read_text())[0])
-        memory, ended = _around(total, facts["arguments"]), report.stat().st_mtime
+        memory, ended = _around(total, sum(facts["held"].values())), report.stat().st_mtime
     seconds = round(ended - begun, 1)
-    return Compiled(facts["flops"], facts["stablehlo_lines"], facts["lower_seconds"], seconds, memory, text)
+    shapes = [tuple(shape) for shape in facts.pop("shapes")]
+    return Compiled(**facts, compile_seconds=seconds, memory=memory, text=text, shapes=shapes)
 
 
 def _child(folder: Path) -> None:
     """What the other process does."""
-    run, name = pickle.loads((folder / "task").read_bytes())
+    run, name, rows = pickle.loads((folder / "task").read_bytes())
     jax.config.update("jax_platforms", "cpu")
     try:
-        _, devices = topology(name)
-        place = placement.place(run, devices)
+        _, here = topology(name)
+        step, given = training(run, here) if rows is None else decode_ahead.step(run, rows, here)
     except ValueError as error:
         (folder / "refused").write_text(str(error))
         return
-    state, batch = place.like(run), abstract_batch(run, place)
     begin = time.perf_counter()
-    traced = jax.jit(place.step(run), donate_argnums=0, **place.out_shardings).trace(state, batch)
+    traced = step.trace(*given.values())
     lowered = traced.lower()
     facts = {
-        "flops": program.flops(traced.jaxpr), "stablehlo_lines": lowered.as_text().count("\n"),
-        "lower_seconds": round(time.perf_counter() - begin, 1), "arguments": _bytes(state, batch),
+        "flops": program.flops(traced.jaxpr) if rows is None else decode_ahead.flops(traced.jaxpr, run),
+        "stablehlo_lines": lowered.as_text().count("\n"), "lower_seconds": round(time.perf_counter() - begin, 1),
+        "held": {name: sum(map(_bytes, jax.tree.leaves(each))) for name, each in given.items()},
+        "shapes": [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(given)],
     }  # fmt: skip
     (folder / "facts").write_text(json.dumps(facts))
     try:
@@ -148,8 +152,15 @@ def _child(folder: Path) -> None:
         if used is None:
             (folder / "refused").write_text(f"the compiler refused the program: {str(error).strip()[:500]}")
             return
-        memory = _around(int(float(used[1]) * UNITS[used[2]]), facts["arguments"])
+        memory = _around(int(float(used[1]) * UNITS[used[2]]), sum(facts["held"].values()))
     (folder / "memory").write_text(json.dumps(memory))
+
+
+def training(run: Run, here: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """The training step on the devices `here`, jitted, and shapes and places of what it takes, by name."""
+    place = placement.place(run, here)
+    step = jax.jit(place.step(run), donate_argnums=0, **place.out_shardings)
+    return step, {"state": place.like(run), "batch": abstract_batch(run, place)}
 
 
 def topology(name: str) -> tuple[str, list[Any]]:
@@ -197,9 +208,9 @@ def _around(total: int, arguments: int) -> dict[str, int]:
     return {"arguments": arguments, "temporaries": total - arguments, "output": 0, "program": 0, "total": total}
 
 
-def _bytes(*trees: Any) -> int:
-    """Bytes of a device's part of arrays that are described."""
-    return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(trees))
+def _bytes(a: Any) -> int:
+    """Bytes of a device's part of an array that is described."""
+    return prod(a.sharding.shard_shape(a.shape)) * int(a.dtype.itemsize)
 
 
 if __name__ == "__main__":

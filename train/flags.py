@@ -1,4 +1,4 @@
-"""The flags of `dsflash generate`. Imports nothing that a command line's help would wait for."""
+"""The flags of `dsflash generate` and `dsflash compile`. Imports nothing that a command line's help would wait for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ GENERATE = """Go on from prompts with the newest checkpoint of a run, or with a 
 One prompt is streamed to the terminal. A file has a JSON object a line, {"prompt": "..."} or {"ids": [...]}, with
 max_tokens, temperature, top_k, top_p, min_p, seed, stop and stop_ids where they differ from the flags; prompt i has
 the seed --seed + i. Each becomes a line {"line", "text", "ids", "finish"}, in order. A folder of weights.npz takes ids,
-for it has no tokenizer, and is rounded as its config.json says. key=value changes model.*, compute.*, quantize.*."""
+for it has no tokenizer, and is rounded as its config.json says. key=value changes model.*, compute.*, quantize.*,
+and layout.* spreads rows and weights over devices."""
+
+COMPILE = """Compile the training step of a run by libtpu (extra [aot]), on a machine without a TPU, and print how every
+parameter is split, the memory of a device by kind, FLOPs, collectives and compile time.
+
+With --decode it is the decode step: one token of each row, weights in the compute dtype, and a cache with room for
+--seq-len tokens a row, packed as far as quantize.* rounds.
+
+Exit status 1 if it does not fit."""
 
 
 def add(generate: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add those of `dsflash generate` to a parser."""
     generate.add_argument("source", metavar="SOURCE", help="the folder of a run, or of config.json and weights.npz")
     given = generate.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", metavar="TEXT", help="a text to go on from, behind the id that begins one")
@@ -56,6 +65,22 @@ def add(generate: argparse.ArgumentParser) -> None:
         "--prefix", metavar="FILE", type=Path, help="go on from a stored prompt, with which all prompts begin"
     )
     generate.add_argument("--chunk", metavar="N", type=int, default=512, help="prompt tokens run at once; default 512")
+
+
+def add_compile(compile_: argparse.ArgumentParser) -> None:
+    """Add those of `dsflash compile`."""
+    compile_.add_argument("config", metavar="CONFIG", help="a name in configs/, or a Python file that defines config")
+    compile_.add_argument(
+        "--topology", metavar="KIND:SIZE", required=True, help="v5p:4x8x8; with --search the kind alone"
+    )
+    compile_.add_argument("--seq-len", metavar="N", type=int, help="tokens of a row, in place of data.seq_len")
+    compile_.add_argument("--decode", action="store_true", help="the decode step in place of the training step")
+    compile_.add_argument(
+        "--rows", metavar="B", type=int, help="with --decode, rows that decode together; default one a part of rows"
+    )
+    compile_.add_argument("--mesh", metavar="AXIS=N,...", help="axes of the layout, in place of its own; others are 1")
+    compile_.add_argument("--no-code", action="store_true", help="stop when memory is laid out, after some minutes")
+    compile_.add_argument("--search", action="store_true", help="find the smallest topology of the kind that it fits")
 
 
 def read_ids(text: str) -> tuple[int, ...]:
