@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,6 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs between runs. XLA's key covers program, flags, versions and the CPU's features."""
     folder = config.rootpath / ".pytest_cache" / f"jax-{jax.__version__}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """`jax.jit` spends little time on optimising in a module that uses this: its programs run for milliseconds."""
+    from tiny import QUICK
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
+        yield
 
 
 @pytest.fixture(scope="session")

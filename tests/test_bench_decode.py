@@ -17,6 +17,7 @@ def run(tmp_path_factory):
     return tiny(write_corpus(folder / "corpus"), folder / "run")
 
 
+@pytest.mark.slow
 def test_both_ends_of_drafting_are_measured(run, capsys):
     made = bench_decode.decode(run, tokens=12, rows=2, context=40)
     plain, wrong, right = made["lines"]

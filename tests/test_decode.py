@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax import jit  # as users compile
 
 from dsflash_jax import cache, decode, model, modes
 from dsflash_jax.config import Quantize
@@ -19,6 +20,9 @@ C = tiny.T_ENGRAM  # window, Full, Reindex, Reuse, ratios 2 and 1, n-gram memory
 SETUP = Setup(C, tiny.STRICT)
 ROWS, LENGTH = 8, 28
 TOLERANCE = 1e-4  # float32 sums in another order; measured 1e-5
+
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +154,7 @@ def test_a_step_writes_in_place_whatever_the_room(text):
 
     def temporary(capacity):
         held = jax.eval_shape(lambda: cache.empty(setup, 1, capacity))
-        step = jax.jit(lambda w, held, t, n: decode.proceed(setup, w, held, t[:, None], n), donate_argnames="held")
+        step = jit(lambda w, held, t, n: decode.proceed(setup, w, held, t[:, None], n), donate_argnames="held")
         return step.lower(w, held, one, one).compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporary(2**14), temporary(2**18)
@@ -266,6 +270,7 @@ def test_replay_of_longer_prompts_is_approximate_but_for_what_the_encoder_made(w
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_replay_in_small_chunks_equals_replay_in_one(w, tokens):
     one, two = (replayed(w, tokens[:2], [21, 10], size)[1:] for size in (2, 32))
     np.testing.assert_allclose(one[1], two[1], atol=TOLERANCE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -36,11 +36,7 @@ GREEDY = sampling.settings(len(LENGTHS), temperature=0.0)
 PROMPTS = [row[:n] for row, n in zip(tiny.tokens(C, len(LENGTHS), max(LENGTHS), seed=5), LENGTHS, strict=True)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_compiling():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def placed(c: Config, layout: Layout, w: Any = None, **how: Any) -> Decoder:
@@ -80,6 +76,7 @@ def test_prefill_steps_and_drafts_are_those_of_one_device(name, how):
         np.testing.assert_allclose(a, b, rtol=0, atol=scale, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_any_number_of_prompts_is_completed_as_on_one_device():
     """Three over four devices."""
     requests = [Request(prompt, 6, temperature=0.0) for prompt in PROMPTS[:3]]

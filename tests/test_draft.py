@@ -135,6 +135,7 @@ def tapped(full: tuple[Config, Any]) -> tuple[Config, Any, Batch]:
     return c, map_weights(fill, model.declare(c)), batch
 
 
+@pytest.mark.slow
 def test_taps_are_the_mean_copies_of_the_tapped_layers_inputs_in_order(tapped: tuple[Config, Any, Batch]) -> None:
     c, w, batch = tapped
     assert c.dspark_target_layer_ids == (0, 2, 4)

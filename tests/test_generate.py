@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,8 @@ from train.saver import Saver
 TOLERANCE = 2e-4  # the set's own, on logits
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_compiling():
-    """All programs but the training step's, which says for itself how hard it is optimised."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
-        yield
+# All programs but the training step's, which says for itself how hard it is optimised.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,7 @@ def test_the_kl_reaches_every_producer_and_nothing_else(off):
             assert np.abs(g - off[path]).max() <= 1e-7 * max(1.0, np.abs(g).max()), path
 
 
+@pytest.mark.slow
 def test_weight_0_is_the_program_without_a_kl(off):
     batch = tiny.batch(C, tiny.tokens(C, 2, 12), [[5, 6], [12]])
 
@@ -78,6 +79,7 @@ def test_every_key_set_gives_a_positive_finite_divergence(keys):
     np.testing.assert_allclose(total, ce + report.index[0], rtol=1e-6)  # one addition
 
 
+@pytest.mark.slow
 def test_a_groups_mean_teacher_averages_the_divergences_of_its_layers():
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S F1 2U")
     aim = Objective(index_keys="topk", index_teacher="group_mean", balance_weight=0)

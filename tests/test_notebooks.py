@@ -34,7 +34,7 @@ def output(notebook: nbformat.NotebookNode) -> str:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_quick_start_trains_resumes_plots_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, *overrides = arguments(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+    _, *overrides = arguments(write_corpus(tmp_path / "corpus"), tmp_path / "run", "sample_tokens=3")
     monkeypatch.setenv("DSFLASH_OVERRIDES", shlex.join(overrides))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)

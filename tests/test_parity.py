@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-import tiny
 
 from dsflash_jax import parity, verdict
 
 COPIED = ("config.json", "inputs.npz", "weights.npz", "prefill_f32_noquant.npz")
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def by_name(lines):
@@ -48,12 +47,6 @@ def test_every_recorded_array_of_a_prefill_agrees(golden, name, tmp_path):
     assert len(selections) > 8 and all(line.max_diff == 0 for line in selections)
     assert by_name(lines)["prefill_f32_noquant", "logits"].max_diff <= 2e-4  # the set's tolerance
     assert {line.trace for line in lines} >= {"prefill_f32_noquant", "prefill_f32_quant"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Little time spent on optimising: the programs here run once."""
-    monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
 
 
 @pytest.mark.slow

@@ -34,12 +34,7 @@ NAMES = {
 SHIPPED = ["decode_shipped_slot_after20: the reference's literal behaviour, for information"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Any:
-    """Little time spent on optimising: the programs here run for milliseconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=tiny.QUICK))
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def arrays(golden: Path, trace: str, name: str = "tiny_text") -> Arrays:

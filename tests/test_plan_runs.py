@@ -66,12 +66,13 @@ def test_nested_scans_equal_the_table_run_layer_by_layer():
     close(((value, out), by_layer(c, grads)), graded(c.table, by_layer(c, w["layers"])), 1e-5)  # other fusions
 
 
+@pytest.mark.slow
 def test_unrolling_scans_changes_nothing():
     c = dataclasses.replace(tiny.T, hc_mult=2).with_modes("S 2F1")
     close(graded(c, tiny.STRICT), graded(c, dataclasses.replace(tiny.STRICT, scan=False)), 1e-6)  # the same operations
 
 
-@pytest.mark.parametrize("remat", ["selective", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputing_equals_keeping(base, remat):
     c, kept = base
     close(graded(c, dataclasses.replace(tiny.STRICT, remat=remat)), kept, 1e-6)  # the same operations again

@@ -64,6 +64,7 @@ def go_on(decoder, path, ids, rows=1):
     return np.asarray(decoder.logits(y)), np.asarray(logits)
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_as_this_one(decoder, ids, stored, tmp_path):
     code = (
         "import numpy as np, sys; sys.path.insert(0, sys.argv[3]); import test_prefix as t\n"

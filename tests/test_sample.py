@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from functools import partial
 
 import jax
 import numpy as np
@@ -31,7 +30,7 @@ C = dataclasses.replace(
 )  # fmt: skip
 SETUP = Setup(C, tiny.STRICT)
 GRID, START = (1, 2), 1  # an image of two patches behind the first token: START IMAGE IMAGE NEWLINE END
-QUICK = partial(jax.jit, compiler_options=tiny.QUICK)
+pytestmark = pytest.mark.usefixtures("quick")
 WIDTH = 32  # tokens of a row of the full forward pass
 PROMPTS = ([5, 9, 3, 7], [6], [8, *[IMAGE] * 5, 4], [2, 30, 4, 4, 1, 12, 25, 3, 3])
 LENGTHS = (6, 14, 8, 10)  # new tokens: rows end one after the other, and two caches of 8 and 16 tokens become full
@@ -67,11 +66,9 @@ def w():
 
 @pytest.fixture(scope="module")
 def decoder(w):
-    """With little compiling, and with caches so small that they grow."""
+    """With caches so small that they grow."""
+    made = Decoder(SETUP, w)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", QUICK)
-        made = Decoder(SETUP, w)
-        patch.undo()
         patch.setattr(decode, "LEAST", 8)
         with jax.numpy_dtype_promotion("strict"):
             yield made
@@ -159,8 +156,7 @@ def test_a_stop_string_across_tokens_ends_a_row_and_is_no_part_of_its_text(decod
     assert made.ids == ids[: len(made.ids)] and len(made.ids) <= 6
 
 
-def test_rounds_of_drafts_say_the_same_and_are_cut_where_a_row_ends(decoder, greedy, monkeypatch):
-    monkeypatch.setattr(jax, "jit", QUICK)
+def test_rounds_of_drafts_say_the_same_and_are_cut_where_a_row_ends(decoder, greedy):
     known = np.zeros((4, 64), np.int32)  # what follows each prompt; two of row ONE's drafts are wrong
     for row, made in enumerate(greedy):
         known[row, len(PROMPTS[row]) :][: len(made.ids)] = made.ids
@@ -182,9 +178,8 @@ def test_with_room_from_the_start_the_cache_does_not_grow(decoder, greedy, monke
 
 
 @pytest.mark.parametrize("limit", [16, pytest.param(14, marks=pytest.mark.slow)])
-def test_a_row_may_end_at_the_models_limit_with_and_without_drafts(decoder, w, monkeypatch, limit):
+def test_a_row_may_end_at_the_models_limit_with_and_without_drafts(decoder, w, limit):
     """A limit that is all of a cache's room, and one that is less."""
-    monkeypatch.setattr(jax, "jit", QUICK)
     asked = [request(row, max_tokens=limit - len(PROMPTS[row])) for row in (TWO, LONG)]
     want = collect(generate(decoder, asked))
     assert [len(made.ids) for made in want] == [limit - 1, limit - len(PROMPTS[LONG])]
@@ -257,7 +252,7 @@ def test_what_cannot_be_met_is_refused_before_anything_runs(decoder, changes, me
         generate(decoder, [request(ONE, **changes)])
 
 
-def test_what_is_no_number_stays_in_its_row_and_ends_it_with_an_error(decoder, greedy, monkeypatch):
+def test_what_is_no_number_stays_in_its_row_and_ends_it_with_an_error(decoder, greedy):
     bad = picture()
     bad.patches[:] = np.nan
     given = [request(row, images=bad) if row == SEES else request(row) for row in range(4)]
@@ -271,7 +266,6 @@ def test_what_is_no_number_stays_in_its_row_and_ends_it_with_an_error(decoder, g
     for got, want in zip(*runs, strict=True):
         assert np.isnan(got[SEES]).all()
         np.testing.assert_array_equal(got[good], want[good])
-    monkeypatch.setattr(jax, "jit", QUICK)
     drafting = Speculator(decoder, most=3, proposer=oracle(np.zeros((4, 64), np.int32), C.vocab_size, 3))
     for speculator in (None, drafting):
         events = generate(decoder, given, speculator=speculator)

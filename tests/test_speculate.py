@@ -26,6 +26,9 @@ C = dataclasses.replace(tiny.T, **tiny.ENGRAM).with_modes(
 ROWS, NEW = 6, 64  # prompts of 1 to 6 tokens, with a window of 4
 
 
+pytestmark = pytest.mark.usefixtures("quick")
+
+
 def with_drafts(c):
     return tiny.weights(c, declare=checkpoint.declare)
 
@@ -103,10 +106,10 @@ def cut(most, proposer):
     return propose
 
 
-SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in (1, 2, 3)]
+SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("block", [*SLOW, 4, 5])
+@pytest.mark.parametrize("block", [*SLOW, 5])
 @pytest.mark.parametrize("draft", ["random", "perfect"])
 def test_greedy_text_and_cache_are_those_of_plain_decoding(decoder, prompts, plain, block, draft):
     proposer = speculate.propose if draft == "random" else speculate.oracle(known(plain), C.vocab_size, 5)
@@ -185,6 +188,7 @@ def test_drafts_without_room_are_not_made(decoder, prompts, plain):
 SMALL = dataclasses.replace(tiny.T, vocab_size=6).with_modes("S F2t U", **(STAGES | {"dspark_block_size": 3}))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_models_distribution():
     setup = Setup(SMALL, tiny.STRICT)
     w = with_drafts(SMALL)

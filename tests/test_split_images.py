@@ -67,7 +67,12 @@ def alone(batch: Batch):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(context=4), Layout(context=2, tensor=2), Layout(expert=2, context=2, expert_splits="tokens")]
+    "layout",
+    [
+        Layout(context=2, tensor=2),
+        pytest.param(Layout(context=4), marks=pytest.mark.slow),
+        pytest.param(Layout(expert=2, context=2, expert_splits="tokens"), marks=pytest.mark.slow),
+    ],
 )
 def test_loss_loads_and_every_gradient_are_those_of_one_device(batch, alone, layout):
     sharding.check(C, ROWS, WIDTH, layout)
