@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from dsflash_jax import layout_sheet
+from dsflash_jax import checkpoint, layout_sheet
 from dsflash_jax.config import need
 from dsflash_jax.layout_sheet import GIB
 from dsflash_jax.sharding import AXES
@@ -177,9 +177,12 @@ def main(
     console = console or Console()
     need(rows is None or not searching, "--search lays out training steps: with --decode give a topology and a layout")
     if not searching:
-        layout_sheet.show(
-            step.declare(run.setup), run.layout, console, "float32" if rows is None else run.compute.dtype
-        )
+        compiler.parse(name)
+        if rows is None:
+            layout_sheet.show(step.declare(run.setup), run.layout, console)
+        else:
+            rows = decode_ahead.rows_of(run, rows)
+            layout_sheet.show(checkpoint.declare(run.model), run.layout, console, run.compute.dtype)
         report = compile_step(run, name, code, rows)
         show(report, console)
         return as_json(report)

@@ -46,8 +46,11 @@ def flops(jaxpr: Any, run: Run) -> int:
     """FLOPs of a step's matrix products over all devices.
 
     All rows are gathered at all experts, and a grouped product multiplies those of its own alone: each counts once.
+    Where `compute.experts` is not "ragged" a device multiplies what it is given, and all of that counts.
     """
     counted = program.flops_by_scope(jaxpr)
+    if run.compute.experts != "ragged":
+        return counted.total()
     routed = sum(n for scope, n in counted.items() if re.search(r"\brouted\b", scope))
     return counted.total() - routed + routed // run.layout.expert
 
