@@ -64,10 +64,11 @@ def check_writable(path: Path | None, flag: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
+        target = path.resolve()  # a link to what is not there yet stays
+        new = not target.exists()
+        target.open("a").close()
         if new:
-            path.unlink()  # a run that fails leaves no empty result
+            target.unlink()  # a run that fails leaves no empty result
     except OSError as error:
         refuse(f"{flag} {path} cannot be written: {error.strerror}; give the path of a file")
 
@@ -294,6 +295,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     written = [path.resolve() for path in (arguments.out, arguments.json, arguments.save_prefix) if path is not None]
     if len(set(written)) < len(written):
         refuse("--out, --json and --save-prefix write to one path: give each its own")
+    for flag, path in (("--prompts", arguments.prompts), ("--prefix", arguments.prefix)):
+        if path is not None and path.resolve() in written:
+            refuse(f"{flag} {path} would be overwritten: give what is written another path")
     from train import flags, generate
     from train.prompts import Line
 

@@ -34,9 +34,12 @@ KINDS = ("kv", "index")
 def save(path: Path, decoder: Decoder, cache: Cache, row: int, ids: np.ndarray) -> int:
     """Write one row's prefix, all tokens it holds, and return the file's size in bytes; `ids` are those tokens.
 
-    The file appears whole or not at all. Raises ValueError for a row that does not exist or holds other than these, and
-    for images among them, which ids do not tell apart.
+    The file appears whole or not at all. Raises ValueError for a path of something else than a file, for a row that
+    does not exist or holds other than these, and for images among them, which ids do not tell apart.
     """
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file and cannot be replaced by a stored prefix: give the path of a file")
     ids = np.asarray(ids)
     if not 0 <= row < cache.length.shape[0]:
         raise ValueError(f"the cache has rows 0..{cache.length.shape[0] - 1}, not {row}")

@@ -125,6 +125,13 @@ def test_json_that_cannot_be_written_is_refused_before_the_work(
     assert "cannot be written" in shown.err
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_stays_one(tmp_path: Path) -> None:
+    link, file = tmp_path / "link.json", tmp_path / "file.json"
+    link.symlink_to(file)
+    assert status(["modes", "S F1", "--json", str(link)]) == 0
+    assert link.is_symlink() and json.loads(file.read_text())
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -404,10 +404,15 @@ def test_only_ends_of_lines_end_a_prompt(tmp_path: Path) -> None:
     assert [(one.given.prompt, one.number) for one in read] == [(texts[0], 1), (texts[1], 2)]
 
 
-def test_a_file_of_prompts_is_not_overwritten(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("written", ["--out", "--json", "--save-prefix"])
+def test_what_is_read_is_not_overwritten(
+    written: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = file_of(tmp_path / "prompts.jsonl", {"prompt": "a"})
-    assert command(run, "--prompts", lines, "--out", lines) == 2
-    assert "would overwrite the prompts" in capsys.readouterr().err
+    assert command(run, "--prompts", lines, written, lines) == 2
+    assert f"--prompts {lines} would be overwritten" in capsys.readouterr().err
+    assert command(run, "--prompt", "a", "--prefix", lines, written, lines) == 2
+    assert f"--prefix {lines} would be overwritten" in capsys.readouterr().err
     assert prompts.read(lines)[0].given.prompt == "a"
 
 

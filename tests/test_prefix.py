@@ -198,6 +198,18 @@ def test_other_tokens_and_rows_are_refused(decoder, ids, stored, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_file_is_not_replaced_and_a_link_stays(decoder, ids, tmp_path):
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "file"))
+    held, _ = decoder.prefill(decoder.begin(1, 8), [ids[:1]])
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="pipe is no file and cannot be replaced"):
+        prefix.save(pipe, decoder, held, 0, ids[:1])
+    assert pipe.is_fifo()
+    link.symlink_to(file)
+    assert prefix.save(link, decoder, held, 0, ids[:1]) == file.stat().st_size
+    assert link.is_symlink()
+
+
 def test_a_hash_of_weights_sees_every_bit_and_place():
     w = {"a": jnp.asarray([[1.0, 2.0], [3.0, 4.0]]), "b": jnp.zeros((3,), jnp.bfloat16)}
     known = {params.digest(w)}

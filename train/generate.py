@@ -72,8 +72,6 @@ def main(asked: Asked) -> dict[str, Any]:
     check_devices()
     console = Console(stderr=True)
     need(asked.batch >= 1, f"--batch is how many prompts run together, at least 1, got {asked.batch}")
-    same = asked.out is not None and asked.prompts is not None and asked.out.resolve() == asked.prompts.resolve()
-    need(not same, f"--out {asked.out} would overwrite the prompts: give another path")
     need(asked.drafts is not None or asked.threshold == 0, "--threshold ends drafts early: give --draft N, too")
     listed = [Prompt(asked.prompt)] if asked.prompts is None else prompts.read(asked.prompts)
     source = load(asked, console)
