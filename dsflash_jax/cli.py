@@ -261,6 +261,9 @@ def run_train(arguments: argparse.Namespace) -> int:
         return training.run(run, arguments.json)
     except (ValueError, FileNotFoundError) as error:
         refuse(error)
+    except OSError as error:  # a full disk, mostly
+        print(f"dsflash: stopped: {error}; the same command goes on from the newest checkpoint", file=sys.stderr)
+        return 1
 
 
 def run_compile(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,19 @@ def writing(what: str) -> Iterator[None]:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Write the machine-readable result where --json asks for one. Raises ValueError if that fails."""
+    """Write the machine-readable result where --json asks for one. Raises ValueError if that fails.
+
+    JSON has no numbers that are not finite: null stands for them.
+    """
     if path is not None:
         with writing(f"--json {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=2) + "\n")
+            path.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

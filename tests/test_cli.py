@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from dsflash_jax import output
 from dsflash_jax.cli import build_parser, main
+from train import main as training
 
 
 def status(arguments: list[str]) -> int:
@@ -130,6 +135,21 @@ def test_a_link_to_a_file_that_is_not_there_yet_stays_one(tmp_path: Path) -> Non
     link.symlink_to(file)
     assert status(["modes", "S F1", "--json", str(link)]) == 0
     assert link.is_symlink() and json.loads(file.read_text())
+
+
+def test_the_result_has_null_where_there_is_no_finite_number(tmp_path: Path) -> None:
+    output.write_json(tmp_path / "made.json", {"losses": [math.nan, (1.5, -math.inf)], "passed": False, "steps": 3})
+    text = (tmp_path / "made.json").read_text()
+    assert json.loads(text) == {"losses": [None, [1.5, None]], "passed": False, "steps": 3}
+
+
+def test_a_disk_that_fills_up_while_a_run_trains_ends_it_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "run", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert status(["train", "demo"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "stopped: [Errno 28] No space left on device; the same command goes on" in shown
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 from test_cli import status
 from tiny_run import tiny as tiny_run
 from tiny_run import write_corpus
@@ -239,6 +241,19 @@ def test_a_checkpoints_own_files_go_on_from_ids_and_take_no_text(
     only = file_of(tmp_path / "short.jsonl", {"ids": ids[1, :short].tolist()})
     assert command(source, "--prompts", only, *flags[2:], *replay) == 0
     assert "no prompt is longer than the window of 8 tokens: replay is exact" in capsys.readouterr().err
+
+
+def test_prefills_whose_logits_are_not_numbers_do_not_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = np.eye(2, dtype=np.float32)
+    bad[1] = np.nan
+    monkeypatch.setattr(generate, "_behind", lambda *_: bad)
+    config = SimpleNamespace(sliding_window=1)
+    source = SimpleNamespace(decoder=SimpleNamespace(setup=SimpleNamespace(config=config)))
+    made = generate.compare(source, [Request([1, 2])] * 2, 2, Console(stderr=True))
+    assert made["agrees"] == [True, False]
+    assert "differ by up to nan; the greedy token is the same behind 1 of 2" in capsys.readouterr().err
 
 
 STAGE = {

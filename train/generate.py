@@ -256,10 +256,11 @@ def compare(source: Source, requests: list[Request], batch: int, console: Consol
     for _, group in groups(requests, batch):
         given = [np.asarray(r.prompt, np.int32) for r in group]
         full, replayed = (_behind(source.decoder, given, how) for how in ("full", "replay"))
-        differences += np.abs(full - replayed).max(axis=1).tolist()
-        agrees += (full.argmax(axis=1) == replayed.argmax(axis=1)).tolist()
+        apart = np.abs(full - replayed).max(axis=1)
+        differences += apart.tolist()
+        agrees += ((full.argmax(axis=1) == replayed.argmax(axis=1)) & np.isfinite(apart)).tolist()
     say(console,
-        f"replay and full prefill: logits of the next token differ by up to {max(differences):.3g}; the greedy token "
+        f"replay and full prefill: logits of the next token differ by up to {np.max(differences):.3g}; the greedy token "
         f"is the same behind {sum(agrees)} of {len(agrees)} prompts")  # fmt: skip
     return {"differences": differences, "agrees": agrees}
 
