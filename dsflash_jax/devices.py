@@ -66,18 +66,24 @@ class Devices:
         return made
 
     def put(self, w: Weights) -> dict[str, Any]:
-        """The declared weights of a tree at their places, from wherever they lie; on one device they stay there."""
+        """The declared weights of a tree at their places, from wherever they lie; on one device they stay there.
+
+        Raises ValueError for shapes of another model; n-gram tables may be filled up for this layout already.
+        """
         named = {name: w[name] for name in self.declared}
         if self.mesh is None:
             return named
 
-        def one(like: jax.ShapeDtypeStruct, array: Any) -> jax.Array:
+        def one(w: Weight, like: jax.ShapeDtypeStruct, array: Any) -> jax.Array:
+            need(array.shape in (w.full_shape, like.shape),
+                 f"a weight has shape {list(array.shape)}, but this model's is {list(w.full_shape)}: give the weights "
+                 "of this model")  # fmt: skip
             fill = [(0, n - m) for n, m in zip(like.shape, array.shape, strict=True)]
             if any(more for _, more in fill):
                 array = (jnp if isinstance(array, jax.Array) else np).pad(array, fill)
             return jax.device_put(array, like.sharding)
 
-        placed: dict[str, Any] = jax.tree.map(one, self.like(lambda w: jnp.float32), named)
+        placed: dict[str, Any] = sharding.map_pairs(one, self.declared, self.like(lambda w: jnp.float32), named)
         return placed
 
     def over(self, function: Callable[..., Any]) -> Callable[..., Any]:

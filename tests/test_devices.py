@@ -136,6 +136,10 @@ def test_packed_values_of_rows_on_other_devices_have_the_same_bytes():
             lambda: Decoder(Setup(FEW, tiny.STRICT, layout=Layout(fsdp=4)), {}),
             "takes 4 devices, but there are 8: change",
         ),
+        (
+            lambda: placed(FEW, Layout(data=2), tiny.weights(dataclasses.replace(FEW, vocab_size=32))),
+            r"a weight has shape \[32, 16\], but this model's is \[40, 16\]: give the weights of this model",
+        ),
         (lambda: placed(FEW, Layout(expert=8)), "its axis expert_stack of 4 does not divide over expert=8"),
         (lambda: placed(FEW, Layout(fsdp=2, data=2)).begin(6, 8), "6 rows .* dataxfsdp = 4 devices: fill them up to 8"),
     ],

@@ -260,8 +260,8 @@ def compare(source: Source, requests: list[Request], batch: int, console: Consol
         differences += apart.tolist()
         agrees += ((full.argmax(axis=1) == replayed.argmax(axis=1)) & np.isfinite(apart)).tolist()
     say(console,
-        f"replay and full prefill: logits of the next token differ by up to {np.max(differences):.3g}; the greedy token "
-        f"is the same behind {sum(agrees)} of {len(agrees)} prompts")  # fmt: skip
+        f"replay and full prefill: logits of the next token differ by up to {np.max(differences):.3g}; the greedy "
+        f"token is the same behind {sum(agrees)} of {len(agrees)} prompts")  # fmt: skip
     return {"differences": differences, "agrees": agrees}
 
 
