@@ -182,6 +182,7 @@ def test_a_bad_line_is_named_before_anything_runs(
         (("--prompt", "a", "--chunk", "0"), "a chunk of a prompt has at least 1 token"),
         (("--prompt", "a", "--threshold", "0.5"), "--threshold ends drafts early: give --draft"),
         (("--prompt", "a", "--out", "both", "--json", "both"), "write to one path: give each its own"),
+        (("--prompt", "a", "--prefix", "absent"), "--prefix absent is no file: give one that --save-prefix wrote"),
         (("--prompt", "a", "--draft", "2"), "speculative decoding needs a draft head"),
         (("--prompt", "a", "layout.context=8"), "decoding keeps a row on one device, but context splits its tokens"),
         (("--prompt", "a", "layout.data=3"), "takes 3 devices, but there are 8"),

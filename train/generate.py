@@ -73,6 +73,8 @@ def main(asked: Asked) -> dict[str, Any]:
     console = Console(stderr=True)
     need(asked.batch >= 1, f"--batch is how many prompts run together, at least 1, got {asked.batch}")
     need(asked.drafts is not None or asked.threshold == 0, "--threshold ends drafts early: give --draft N, too")
+    need(asked.prefix is None or asked.prefix.is_file(),
+         f"--prefix {asked.prefix} is no file: give one that --save-prefix wrote")  # fmt: skip
     listed = [Prompt(asked.prompt)] if asked.prompts is None else prompts.read(asked.prompts)
     source = load(asked, console)
     requests = list(checked(asked, source, listed))
