@@ -51,6 +51,12 @@ class Devices:
         """The rows of a batch that holds at least so many."""
         return -(-rows // self.unit) * self.unit
 
+    def check(self, rows: int) -> None:
+        """Raise ValueError for rows that the layout cannot split."""
+        need(rows % self.unit == 0,
+             f"{rows} rows do not divide over {'x'.join(self.layout.rows)} = {self.unit} devices: fill them up to "
+             f"{self.filled(rows)}")  # fmt: skip
+
     @property
     def rows(self) -> NamedSharding:
         """Where everything but the weights lies; there must be a mesh."""
@@ -101,12 +107,17 @@ class Devices:
         return run
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`over` as a compiled program, which takes values from wherever they lie."""
+        """`over` as a compiled program, which takes values from wherever they lie; raises as `check`."""
         program = jax.jit(self.over(function), **options)
         if self.mesh is None:
             return program
         rows = self.rows
-        return lambda w, *values: program(w, *jax.device_put(values, rows))
+
+        def run(w: Weights, *values: Any) -> Any:
+            self.check(len(jax.tree.leaves(values)[0]))
+            return program(w, *jax.device_put(values, rows))
+
+        return run
 
     def caches(self, packed: bool) -> tuple[Callable[[int, int], Cache], Callable[..., Cache]]:
         """What makes an empty cache of so many rows and tokens, and what makes one longer: `cache.empty` and `grow`."""
@@ -114,9 +125,7 @@ class Devices:
         grow = jax.jit(cache.grow, static_argnames="capacity", **where)  # no array that grows could be reused
 
         def empty(rows: int, capacity: int) -> Cache:
-            need(rows % self.unit == 0,
-                 f"{rows} rows do not divide over {'x'.join(self.layout.rows)} = {self.unit} devices: fill them up to "
-                 f"{self.filled(rows)}")  # fmt: skip
+            self.check(rows)
             return cache.empty(self.setup, rows, capacity, packed)
 
         return (jax.jit(empty, static_argnums=(0, 1), **where) if where else empty), grow

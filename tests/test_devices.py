@@ -142,6 +142,10 @@ def test_packed_values_of_rows_on_other_devices_have_the_same_bytes():
         ),
         (lambda: placed(FEW, Layout(expert=8)), "its axis expert_stack of 4 does not divide over expert=8"),
         (lambda: placed(FEW, Layout(fsdp=2, data=2)).begin(6, 8), "6 rows .* dataxfsdp = 4 devices: fill them up to 8"),
+        (
+            lambda: placed(FEW, Layout(data=2)).logits(jax.numpy.zeros((3, 16))),
+            "3 rows do not divide over data = 2 devices: fill them up to 4",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused(call, message):
