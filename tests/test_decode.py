@@ -79,6 +79,29 @@ def test_a_prompt_in_chunks_and_then_steps_equals_the_full_forward(w, tokens, fu
     np.testing.assert_allclose(logits, full[:2], atol=TOLERANCE)
 
 
+@pytest.mark.slow
+def test_the_first_slot_is_selected_behind_chunks_of_any_size(w, tokens):
+    """Keys of the first chunk are as near to the last query as all others: every selection is that of the forward."""
+    length = 24
+
+    @tiny.jit
+    def selections(w, batch):
+        model.forward(SETUP, w, batch, traces=(traces := []))
+        return [t["topk"][:, -1] for t in traces if "topk" in t]
+
+    @tiny.jit
+    def last(w, held, tokens):
+        decode.extend(SETUP, w, held, tokens, jnp.ones(ROWS, jnp.int32), traces=(traces := []))
+        return [t["topk"][:, 0] for t in traces if "topk" in t]
+
+    want = [np.sort(a) for a in selections(w, tiny.batch(C, tokens[:, : length + 1]))]
+    assert any((a == 0).any() for a in want)
+    for sizes in ([1] * 24, [3] * 8, [5] * 4 + [4], [8] * 3, [24]):
+        held, _ = in_pieces(EXTEND, w, cache.empty(SETUP, ROWS, 32), tokens, sizes)
+        for got, same in zip(last(w, held, tokens[:, length : length + 1]), want, strict=True):
+            np.testing.assert_array_equal(np.sort(got), same)
+
+
 def test_rows_of_every_length_and_parity_go_on_as_if_alone(w, tokens, full):
     lengths = np.arange(1, ROWS + 1, dtype=np.int32)  # 1, 2, 3, window - 1, window, window + 1, ...
     held, _ = EXTEND(w, cache.empty(SETUP, ROWS, 32), tokens[:, :8], lengths)
