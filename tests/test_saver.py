@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import shutil
@@ -187,7 +186,6 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_used(part: s
         assert restored is not None and int(restored[0].step) == saver.latest() == 1
         saver.save(at(2), POSITION)  # its place is free again
     assert sorted(p.name for p in saver.folder.iterdir()) == ["1", "2", "damaged-2"]
-    gc.collect()
     (line,) = said
     assert re.fullmatch(rf"skipped the checkpoint of step 2: .+\. It is now in {saver.folder}/damaged-2", line)
 
@@ -256,7 +254,6 @@ def test_weights_alone_come_from_the_newest_checkpoint_that_can_be_read(run: Run
     said: list[str] = []
     change = lambda use: override(use, ["quantize.kv_fp4=true"])  # noqa: E731
     step, use, w = read_weights(run.out, change, said.append)
-    gc.collect()
     assert (step, use.model, use.compute) == (2, NGRAMS, wide.compute)
     assert use.quantize == Quantize(kv_fp4=True)
     assert len(said) == 1 and said[0].startswith("skipped the checkpoint of step 3: ")
@@ -272,7 +269,6 @@ def test_weights_alone_come_from_the_newest_checkpoint_that_can_be_read(run: Run
     np.testing.assert_array_equal(table(split)[:59], table(w))
     split["layers"]["layer0"]["engram"]["embed"] = table(w)
     jax.tree.map(np.testing.assert_array_equal, dict(split), dict(w))
-    gc.collect()
 
 
 def test_weights_are_not_read_where_no_run_is_or_another_models_are(run: Run, tmp_path: Path) -> None:
