@@ -62,9 +62,8 @@ def extend(
     """The hidden states that the head reads of a piece, and what it made. The cache itself stays as it is.
 
     The first `count` tokens of each row are real. Images have their whole span among them, as `pixels.check_spans` says
-    of ids on the host: what is cut off here becomes text. To keep the first n tokens
-    of each row: `append(cache, made, n)`. What the cache has no room for would be lost: hidden states of such tokens
-    are NaN.
+    of ids on the host: what is cut off here becomes text. To keep the first n tokens of each row:
+    `append(cache, made, n)`. What the cache has no room for would be lost: hidden states of such tokens are NaN.
     """
     batch = replace(piece(setup.config, cache, tokens, count, classes), images=images)
     y, out = model.forward(setup, w, batch, traces=traces, held=cache)
